@@ -9,6 +9,7 @@ import numpy as np
 
 from benchmarks.gpu.steps import Skipped
 from kvd import limits
+from kvd.bench.gpu import SIZES
 from kvd.cuda.copies import Words, has_batches
 from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping
@@ -18,8 +19,6 @@ from kvd.memory.memfd import Backing, MemfdProvider
 from kvd.transport.samehost.devices import GPU_SLICES
 from kvd.transport.samehost.gpu import Gpu
 from kvd.transport.slices import SliceBounds
-
-SIZES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB)
 
 
 def speeds(*, quick: bool) -> dict[str, Any]:

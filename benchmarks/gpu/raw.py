@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.gpu.copies import SIZES, median
+from benchmarks.gpu.copies import median
 from benchmarks.gpu.steps import Skipped
+from kvd.bench.gpu import SIZES
 from kvd.bench.raw import RawAgent
 from kvd.bench.spec import pattern
 from kvd.cuda.copies import copy

@@ -30,7 +30,7 @@ STEPS: Final = {
     "pinned": Step("how fast is a slice into host memory and out of it, pinned or not", "copies", "host", 30),
     "pulls": Step("do pulls between two daemons land; how fast, beside one copy of all", "pulls", "speeds", 120),
     "nixl": Step("how fast is NIXL alone, with memory of cudaMalloc", "raw", "speeds", 60),
-    "kills": Step("does a pull whose daemon is killed end, and never in wrong bytes", "pulls", "kills", 90),
+    "kills": Step("does a pull whose daemon or worker is killed end, never in wrong bytes", "kills", "kills", 90),
     "workers": Step("does a killed worker's GPU write to its pool after its pidfd has fired", "workers", "kills", 60),
     "torch": Step("is a pool a tensor; does a CUDA graph that writes to it stay valid", "frameworks", "torch", 90),
     "demo": Step("does `kvd demo --device cuda:0` give the tokens of a single engine", "frameworks", "demo", 90),

@@ -1,11 +1,13 @@
 """How measurements are shown: progress, tables, JSON and a picture."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
@@ -16,6 +18,9 @@ from kvd.bench.load import Interference, Rate
 from kvd.bench.transfers import Case, Measured
 from kvd.limits import KIB, MIB
 from kvd.units import size
+
+if TYPE_CHECKING:
+    from kvd.bench import gpu  # CUDA is an extra
 
 WIDTH = 150
 """Columns that the widest table needs, on a terminal or not."""
@@ -78,6 +83,26 @@ def transfers_table(results: Sequence[Measured], busy: int) -> Table:
             f"{row.ratio:.2f}",
             *(f"{seconds * 1e6:.0f} us" for seconds in (row.raw, row.raw_p99, row.kvd, row.kvd_p99, row.added)),
         )
+    return table
+
+
+def gpu_row(row: gpu.Measured) -> dict[str, float]:
+    """What was measured of one size of blocks on a GPU, by the headings of `gpu_table`."""
+    figures: dict[str, float] = {"block": row.block}
+    for way, seconds in (("adjacent", row.adjacent), ("scattered", row.scattered)):
+        figures[f"{way}, GB/s"] = row.rate(seconds)
+        figures[f"{way}, of one copy"] = row.one_copy / seconds
+    return figures
+
+
+def gpu_table(rows: Sequence[Mapping[str, float]]) -> Table:
+    """One row per size of blocks."""
+    table = Table(title="pulls between two pools on one GPU, beside one copy of all their bytes")
+    for heading in rows[0]:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        block, *others = row.values()
+        table.add_row(size(int(block)), *(f"{value:.3g}" for value in others))
     return table
 
 

@@ -29,6 +29,7 @@ def add_parser(subparsers: Any) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--load", action="store_true", help="measure status and small pulls during pulls of 1 GiB")
     what.add_argument("--rate", action="store_true", help="measure how many small pulls a second are sustained")
+    what.add_argument("--device", type=_gpu, metavar="cuda:N", help="measure pulls between pools on that GPU")
     parser.add_argument("--seconds", type=seconds, default=30.0, help="how long --rate runs (default: 30)")
     parser.add_argument("--rounds", type=int, default=10, help="how many pulls of 1 GiB --load makes (default: 10)")
     parser.add_argument(
@@ -55,15 +56,48 @@ def run(args: argparse.Namespace) -> int:
         raise refusal(ErrorCode.BAD_CONFIG, f"--busy {args.busy}: must be 0 or more")
     if args.yielding and not args.busy:
         raise refusal(ErrorCode.BAD_CONFIG, "--yield is about the processes of --busy: say how many, --busy 2")
+    if args.device is not None and (args.busy or args.within or args.plot):
+        raise refusal(ErrorCode.BAD_CONFIG, "--device measures neither --busy nor --within, and draws no --plot")
+    figures = _on_gpu(args) if args.device is not None else _with_pair(args)
+    report.write_json(args.json, {"busy": args.busy, "yield": args.yielding, "within": args.within, **figures})
+    return 0
+
+
+def _with_pair(args: argparse.Namespace) -> dict[str, object]:
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder,
         Pair(Path(folder), daemons_within=shlex.split(args.within)) as pair,
         Spinners(args.busy, Path(folder), yielding=args.yielding),
     ):
         measure = _load if args.load else _rate if args.rate else _transfers
-        figures = measure(pair, args)
-    report.write_json(args.json, {"busy": args.busy, "yield": args.yielding, "within": args.within, **figures})
-    return 0
+        return measure(pair, args)
+
+
+def _gpu(text: str) -> int:
+    """The number of a GPU, of `cuda:N`."""
+    kind, _, number = text.partition(":")
+    if kind != "cuda" or not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: must be cuda:N, N the number of a GPU")
+    return int(number)
+
+
+def _on_gpu(args: argparse.Namespace) -> dict[str, object]:
+    from kvd.bench import gpu  # noqa: PLC0415 - CUDA is an extra
+
+    with report.progress("sizes of blocks", len(gpu.SIZES)) as advance:
+        measured = list(gpu.measure(args.device, quick=args.quick, progress=advance))
+    memories = {"pools on the GPU": f"cuda:{args.device}", "in host memory": "cpu"}
+    figures: dict[str, object] = {
+        f"one block of 16 KiB, {where}, us": 1e6 * gpu.seconds_of_one_block(memory, quick=args.quick)
+        for where, memory in memories.items()
+    }
+    figures["one copy of all, GB/s"] = measured[0].rate(measured[0].one_copy)
+    rows = [report.gpu_row(row) for row in measured]
+    console = Console(width=report.WIDTH)
+    console.print(report.gpu_table(rows))
+    for what, figure in figures.items():
+        console.print(f"{what}: {figure:.3g}")
+    return {"gpu": {**figures, "blocks": rows}}
 
 
 def _transfers(pair: Pair, args: argparse.Namespace) -> dict[str, object]:

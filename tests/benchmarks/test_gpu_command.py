@@ -38,7 +38,16 @@ def test_a_dry_run_answers_what_can_be_asked_and_names_each_step_that_a_gpu_must
     assert [name for name in QUICK if steps[name]["status"] == "skipped"] == ["vllm"]
     assert steps["memory"]["answers"]["survives its maker's SIGKILL"] is True
     assert steps["memory"]["answers"]["fresh memory is zero"] is False  # the stand-in's is not, on purpose
-    assert steps["kills"]["answers"]["done"] + steps["kills"]["answers"]["failed"] == 2
+    kills = steps["kills"]["answers"]
+    assert kills["done, a daemon killed"] + kills["failed, a daemon killed"] == 2
+    assert kills["done, a worker killed"] + kills["failed, a worker killed"] == 1  # nobody hears of a dead one's pulls
+    assert kills["pools kept, a daemon killed"] == kills["pools kept, a worker killed"] == 2
+    assert set(steps["pulls"]["answers"]) == {
+        "one block of 16 KiB, pools on the GPU, us",
+        "one block of 16 KiB, in host memory, us",
+        "one copy of all, GB/s",
+        "blocks",
+    }
     assert len(steps["pulls"]["answers"]["blocks"]) == 5
     assert "A dry run over the stand-in driver." in text
     for name in QUICK:

@@ -79,9 +79,12 @@ def test_a_drained_consumer_finishes_200_pulls_in_flight_and_takes_no_new_one(fl
 
 
 @pytest.mark.slow
-def test_a_drained_producer_is_read_to_the_end_by_all_who_claimed_and_offers_nothing_new(fleet: Fleet) -> None:
+def test_a_drained_producer_is_read_to_the_end_by_all_who_claimed_and_offers_nothing_new(
+    fleet: Fleet, devices: tuple[str, str]
+) -> None:
     # Over TCP, which is slow enough for most reads to be open when the drain begins.
-    source, target = fleet.far_daemon("p", drain_grace=str(GRACE)), fleet.far_daemon("d")
+    source = fleet.far_daemon("p", drain_grace=str(GRACE), device=devices[0])
+    target = fleet.far_daemon("d", device=devices[1])
     prefill = fleet.worker(source, "prefill", blocks=PULLS, block_bytes=1 << 20)
     decode = fleet.worker(target, "decode", blocks=PULLS, block_bytes=1 << 20)
     offers = tickets(prefill)

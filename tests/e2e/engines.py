@@ -20,6 +20,7 @@ from tests.plan.layout_reference import Blocks as Table
 from tests.plan.layout_reference import contents, positions_needed
 from tests.support.fleet import Daemon
 from tests.support.patience import PATIENCE
+from tests.support.pools import content_of
 
 NAMES = itertools.count(1)
 
@@ -52,7 +53,7 @@ class Engine:
             name = f"worker-{next(NAMES)}"
             self.names.append(name)
             self.workers.append(Worker.attach(str(daemon.socket), name=name, spec=spec, timeout=PATIENCE))
-        self.memory = [np.frombuffer(worker.pool, dtype=np.uint8) for worker in self.workers]
+        self.memory = [content_of(worker, spec.pool_bytes) for worker, spec in zip(self.workers, ranks, strict=True)]
 
     def leave(self) -> None:
         self.memory.clear()

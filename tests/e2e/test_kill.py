@@ -3,8 +3,8 @@
 A pull is held at a step by pausing the producer's daemon: before the handshake, before the claim, or, since a read of
 the same host needs only the producer's memory, during the read, so that the fence is not answered (where the lease has
 a stamp, that the producer does not hear of the proven read). Over TCP its transport's process is paused, too, which
-stalls the read itself. Between GPU pools the GPU is held: it begins no copy until the pull has been caught reading. It
-copies into host memory, and out of it, over TCP.
+stalls the read itself. Where a pool is on a GPU, that is held: it begins no copy until the pull is caught reading. Over
+TCP it copies into host memory, and out of it.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import signal
 import pytest
 
 from tests.support.fleet import Fleet, RemoteError, paused, send, until, without_lease
-from tests.support.gpu import standin_machine
+from tests.support.gpu import MEMORIES, machine_with
 from tests.support.transports import transport_of
 
 pytestmark = pytest.mark.real
@@ -34,8 +34,16 @@ WAYS = {
     "gpu": ("reading", "settling"),
     "gpu-messages": ("fencing",),
     "gpu-tcp": ("reading",),
+    "gpu-to-host-tcp": ("reading",),
+    "host-to-gpu-tcp": ("reading",),
 }
 """How leases are proven, and the steps in which that makes a difference."""
+ON_GPU = {
+    **dict.fromkeys(("gpu", "gpu-messages", "gpu-tcp"), MEMORIES["gpu-to-gpu"]),
+    "gpu-to-host-tcp": MEMORIES["gpu-to-host"],
+    "host-to-gpu-tcp": MEMORIES["host-to-gpu"],
+}
+"""The devices of the producer's pools and of the consumer's, where not both are in host memory."""
 SAMPLE = {"stamps": ("reading", "settling"), "tcp": ("reading",), "gpu": ("reading",)}
 """What no simulator knows: the memory of dead processes, and reads of it."""
 
@@ -48,10 +56,11 @@ class Stage:
         self.turn = 0
         # Who is dead or paused is missed, and so are its claims; one thread copies long enough to be caught at it.
         flags = {"heartbeat": "1", "claim_ttl": "5", "copy_threads": "1"}
-        if gpu:
-            flags["device"] = "cuda:0"
         start = fleet.far_daemon if way.endswith("tcp") else fleet.daemon
-        self.producer, self.consumer = (start(name, **flags) for name in "pd")
+        devices = ON_GPU.get(way, MEMORIES["host-to-host"])
+        self.producer, self.consumer = (
+            start(name, device=device, **flags) for name, device in zip("pd", devices, strict=True)
+        )
         self.prefill = self._worker(self.producer, "prefill")
         self.decode = self._worker(self.consumer, "decode")
         self.observer = fleet.worker(self.consumer, "observer", blocks=1)
@@ -195,12 +204,7 @@ class Stage:
 def whole_stage(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("kill")
     with contextlib.ExitStack() as stack:
-        gpu = stack.enter_context(standin_machine(folder)) if request.param.startswith("gpu") else None
-        if gpu:
-            gpu.set(cpu_visible=1)
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            for name, value in gpu.environment.items():
-                patch.setenv(name, value)
+        gpu = stack.enter_context(machine_with(ON_GPU.get(request.param, ()), folder))
         yield Stage(stack.enter_context(Fleet(folder)), request.param, gpu)
 
 

@@ -27,9 +27,10 @@ def listens(path):
 
 
 @pytest.mark.slow
-def test_a_daemon_serves_its_workers_path_until_its_transport_has_ended(fleet):
+def test_a_daemon_serves_its_workers_path_until_its_transport_has_ended(fleet, devices):
     # Over TCP, where a paused producer stalls a read.
-    producer, consumer = fleet.far_daemon("p"), fleet.far_daemon("d", drain_grace="0.1")
+    source, target = devices
+    producer, consumer = fleet.far_daemon("p", device=source), fleet.far_daemon("d", drain_grace="0.1", device=target)
     prefill = fleet.worker(producer, "prefill", blocks=BLOCKS, block_bytes=BLOCK_BYTES)
     decode = fleet.worker(consumer, "decode", blocks=BLOCKS, block_bytes=BLOCK_BYTES)
     prefill.call("fill", ids=IDS, value=7)

@@ -1,4 +1,7 @@
-"""Four hosts: two that prefill and two that decode, each with a daemon, CURVE between all of them."""
+"""Four hosts: two that prefill and two that decode, each with a daemon, CURVE between all of them.
+
+Their pools are in host memory or on GPUs, in every combination.
+"""
 
 import os
 import subprocess
@@ -8,6 +11,7 @@ import pytest
 from benchmarks.hosts.namespaces import Hosts, why_not
 from tests.hosts.stage import HEARTBEAT, PORT, Stage
 from tests.support.fleet import Fleet
+from tests.support.gpu import MEMORIES, machine_with
 from tests.support.keyring import Keyring
 
 MISSING = why_not()
@@ -21,10 +25,11 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=MISSING))
 
 
-@pytest.fixture(scope="module")
-def whole_stage(tmp_path_factory):
+@pytest.fixture(scope="module", params=MEMORIES)
+def whole_stage(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
-    with Hosts("p0", "p1", "d0", "d1") as hosts, Fleet(folder) as fleet:
+    source, target = devices = MEMORIES[request.param]
+    with machine_with(devices, folder), Hosts("p0", "p1", "d0", "d1") as hosts, Fleet(folder) as fleet:
         ring = Keyring(fleet, folder)
         start = {host.name: ring.daemon(host.name) for host in hosts}
         daemons = {
@@ -33,6 +38,7 @@ def whole_stage(tmp_path_factory):
                 listen=f"tcp://{host.address}:{PORT}",
                 unprotected_transport=host.address,
                 heartbeat=str(HEARTBEAT),
+                device=source if host.name.startswith("p") else target,
             )
             for host in hosts
         }

@@ -11,7 +11,7 @@ from tests.support.patience import PATIENCE
 
 
 @pytest.fixture
-def split(tmp_path):
+def split(devices, tmp_path):
     with Hosts("p0", "d0", data=True) as hosts, Fleet(tmp_path) as fleet:
         daemons = {
             host.name: fleet.daemon(
@@ -21,8 +21,9 @@ def split(tmp_path):
                 insecure="true",
                 unprotected_transport=host.data_address,
                 heartbeat=str(HEARTBEAT),
+                device=device,
             )
-            for host in hosts
+            for host, device in zip(hosts, devices, strict=True)
         }
         yield Stage(fleet, {host.name: host for host in hosts}, daemons)
 
@@ -39,7 +40,7 @@ def test_a_network_of_the_data_that_dies_alone_costs_its_pulls_and_gives_every_b
     producer = stage.hosts["p0"]
     producer.throttle(MEGABITS)
     torn = stage.pull_in_mid_transfer("p0", "d0")
-    assert stage.peer("d0", "p0")["path"] == "tcp/eth1"
+    assert stage.peer("d0", "p0")["path"] == stage.path("d0", "p0", "tcp/eth1")
     producer.unplug_data()
     # What is sent for this one is never acknowledged: the kernel alone would try for a quarter of an hour.
     late, _ = stage.pull("p0", "d0", timeout=1.0, ids=SHORT)

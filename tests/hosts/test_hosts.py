@@ -2,18 +2,16 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
-from kvd.layout import Full
-from kvd.layout.models import LayerKind
-from kvd.layout.presets import Attention
-from tests.e2e.engines import engines, model, move, seeded, specs
 from tests.hosts.stage import MEGABITS, OPEN_END, PORT, SHORT
+from tests.support.patience import PATIENCE
 from tests.support.ports import endpoint, listening
 from tests.support.transports import transport_of
 
-ATTENTION = model(LayerKind(Full(), (0, 1, 2), (Attention(heads=4, head_bytes=2),)))
 CUTS = {
     "both ways": (lambda p, d: p.unplug(), lambda p, d: p.plug()),
     "from producer to consumer": (lambda p, d: p.mute(d), lambda p, d: p.unmute(d)),
@@ -22,10 +20,10 @@ CUTS = {
 
 
 def move_between_engines(stage, layout="flash-hnd", other="flash-hnd"):
-    daemons = stage.daemons
-    ours, theirs = specs(ATTENTION, layout, tp=2), specs(ATTENTION, other, tp=2)
-    with engines([daemons["p0"], daemons["p1"]], ours, [daemons["d0"], daemons["d1"]], theirs) as both:
-        move(*both, 18, seeded(layout + other))
+    sockets = [str(stage.daemons[name].socket) for name in ("p0", "p1", "d0", "d1")]
+    command = [sys.executable, "-m", "tests.hosts.moves", layout, other, *sockets]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.fixture
@@ -39,7 +37,9 @@ def slow(stage):
 @pytest.mark.parametrize("layouts", [("flash-hnd", "flash-nhd"), ("cross-layer-nhd", "flash-hnd")], ids="-to-".join)
 def test_every_byte_arrives_between_engines_of_two_hosts_each(stage, layouts):
     move_between_engines(stage, *layouts)
-    assert {peer["path"] for peer in stage.workers["d0"].call("status")["handshake"]} == {"tcp/eth0"}
+    assert {peer["path"] for peer in stage.workers["d0"].call("status")["handshake"]} == {
+        stage.path("d0", "p0", "tcp/eth0")
+    }
 
 
 def test_a_daemon_of_several_hosts_listens_on_the_interface_of_its_peers_alone(stage):

@@ -1,6 +1,5 @@
 """A worker in a process of its own, told what to do by JSON lines on standard input: so that tests can kill it."""
 
-import ctypes
 import json
 import sys
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from kvd.bench.spec import flat_spec
 from kvd.client import Blocks, Worker
 from kvd.errors import KvdError
 from tests.support.patience import PATIENCE
+from tests.support.pools import content_of
 
 
 class Remote:
@@ -18,18 +18,13 @@ class Remote:
 
     def attach(self, socket, name, blocks, block_bytes, timeout=PATIENCE):
         self.worker = Worker.attach(socket, name=name, spec=flat_spec(blocks, block_bytes), timeout=timeout)
-        memory = self.worker.pool if not self.worker.device else self.device_memory(blocks * block_bytes)
-        self.pool = np.frombuffer(memory, dtype=np.uint8).reshape(blocks, block_bytes)
+        self.pool = content_of(self.worker, blocks * block_bytes).reshape(blocks, block_bytes)
         return {
             "kept": self.worker.kept,
             "backing": self.worker.backing,
             "device": self.worker.device,
             "incarnation": self.worker.incarnation,
         }
-
-    def device_memory(self, length):
-        """A GPU's memory, where it is the stand-in's and the CPU sees it (`cpu_visible`)."""
-        return (ctypes.c_uint8 * length).from_address(self.worker.device_pool.pointer)
 
     def fill(self, ids, value):
         self.pool[ids] = value

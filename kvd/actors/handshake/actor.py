@@ -184,7 +184,7 @@ class HandshakeActor(Actor):
             self._lose(peer, Event.RESTARTED, "it was restarted")
 
     def _welcome(self, peer: Peer, reply: Welcome) -> None:
-        if peer.state not in (State.GREETING, State.REFRESHING) or peer.link in self._introductions:
+        if not peer.awaits(reply, self.loop.time()) or peer.link in self._introductions:
             return
         if reply.version != VERSION:
             self._lose(peer, Event.SILENT, f"it speaks version {reply.version} of the protocol, we {VERSION}")

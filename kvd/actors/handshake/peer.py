@@ -66,6 +66,10 @@ class Peer:
     """Whether it was said that messages reach the peer and the transport does not."""
     greeted_from: float = -math.inf
     """When the peer may be greeted again after the last failure."""
+    lost_metadata: bytes | None = None
+    """That of a peer that the transport lost, and that was greeted at once."""
+    believed_from: float = 0.0
+    """When it may say `lost_metadata` again."""
     pings: int = 0
     awaited: int | None = None
     """The number of the last ping, until it is answered."""
@@ -119,7 +123,17 @@ class Peer:
         self.unreached_from = now if self.unreached_from is None else self.unreached_from
         at_once = self.state in _READY and now - self.greeted_from >= heartbeat
         self.greeted_from = now if at_once else now + heartbeat * min(1 << self.failures, _LONGEST_PAUSE)
+        self.lost_metadata, self.believed_from = self.metadata if at_once else None, now + heartbeat
         self.failures += 1
+
+    def awaits(self, welcome: Welcome, now: float) -> bool:
+        """Whether this welcome is an answer to a hello, and of after the last loss.
+
+        We see at once that the connections of a dead process are closed, its daemon hears of its end a moment later.
+        Until then the daemon tells of that process, and the next pull would find nobody there.
+        """
+        stale = welcome.metadata == self.lost_metadata and now < self.believed_from
+        return self.state in (State.GREETING, State.REFRESHING) and not stale
 
     def note_unreached(self, now: float, context: ActorContext) -> None:
         """Says that the network of the data has failed: the transport failed again after the peer had been greeted."""

@@ -242,6 +242,11 @@ def test_a_pull_waits_for_a_peer_that_is_greeted_within_a_heartbeat_though_the_t
     assert len(stage.asks(Claim)) == 1
 
 
+def restarted_transport():
+    """What a daemon says whose transport's process is another one."""
+    return msgspec.structs.replace(welcome_of(), metadata=b"anew")
+
+
 def unreached(stage):
     """What is said of the peer, and for how many seconds; and the gauge."""
     found = stage.context.metrics.registry.get_sample_value("kvd_peers_unreached")
@@ -256,7 +261,7 @@ def test_a_peer_that_answers_messages_and_is_not_reached_for_reading_is_named_un
     stage.transport_says(PeerFailed("peer#1", "connection timed out"))
     assert unreached(stage) == (None, 0.0, 0.0)  # it may be dead
     add_peer, stage.dependencies.transport.add_peer = stage.dependencies.transport.add_peer, lambda *_: None
-    stage.peer_says(welcome_of())
+    stage.peer_says(restarted_transport())
     for _ in range(5):
         stage.pongs(5)
     stage.transport_says(PeerFailed("peer#1", "no answer"))
@@ -288,7 +293,7 @@ def test_a_peer_that_the_transport_lost_is_greeted_at_once_but_not_twice_within_
     stage.peer_says(welcome_of())
     stage.transport_says(PeerFailed("peer#1", "connection reset"))
     assert len(stage.asks(Hello)) == 2
-    stage.peer_says(welcome_of())
+    stage.peer_says(restarted_transport())
     stage.transport_says(PeerFailed("peer#1", "connection reset"))
     assert len(stage.asks(Hello)) == 2
     stage.run(2.5)
@@ -298,6 +303,29 @@ def test_a_peer_that_the_transport_lost_is_greeted_at_once_but_not_twice_within_
     stage.pongs(5)
     stage.transport_says(PeerFailed("peer#1", "connection reset"))
     assert len(stage.asks(Hello)) == 4
+
+
+def test_a_welcome_that_tells_of_a_transport_that_was_just_lost_is_not_believed_for_a_heartbeat(stage):
+    """Its daemon has not heard yet that the process is dead: a pull would be lost to it, and the next ones for long."""
+    stage.pull("torn", timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.transport_says(PeerFailed("peer#1", "connection reset"))
+    stage.pull("next", blocks=(4, 5), timeout=60.0)
+    stage.peer_says(welcome_of())
+    assert stage.actors.handshake.report()[0].state == "greeting"
+    stage.run(1.5)
+    stage.peer_says(restarted_transport())
+    assert stage.actors.handshake.report()[0].state == "ready"
+    assert [failed.request for failed in stage.notified] == ["torn"]
+
+
+def test_a_peer_whose_connection_was_lost_alone_is_believed_after_a_heartbeat(stage):
+    stage.pull(timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.transport_says(PeerFailed("peer#1", "connection reset"))
+    stage.run(2.1)
+    stage.peer_says(welcome_of())
+    assert stage.actors.handshake.report()[0].state == "ready"
 
 
 def test_hellos_of_one_peer_have_a_pace_and_those_beyond_are_not_answered(stage):
