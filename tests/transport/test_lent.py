@@ -13,6 +13,8 @@ from kvd.memory.mapping import HUGE_PAGE, Mapping, give_back
 from kvd.transport.samehost.copies import Memory
 from kvd.transport.samehost.lent import LARGE, copy_lent
 
+BYTES = 4 * HUGE_PAGE
+CONTENT = np.random.default_rng(0).integers(0, 256, BYTES, dtype=np.uint8)
 SIZES = st.sampled_from((1, 4096, LARGE - 1, LARGE, LARGE + 1))
 
 
@@ -21,17 +23,17 @@ class Lent:
 
     def __init__(self) -> None:
         self.file = os.memfd_create("lent")
-        os.ftruncate(self.file, HUGE_PAGE)
-        self.content = np.random.default_rng(0).integers(0, 256, HUGE_PAGE, dtype=np.uint8)
+        os.ftruncate(self.file, BYTES)
+        self.content = CONTENT
         os.pwrite(self.file, self.content.tobytes(), 0)
-        self.mapping = Mapping(self.file, HUGE_PAGE, writable=False)
-        self.target = np.zeros(HUGE_PAGE, dtype=np.uint8)
+        self.mapping = Mapping(self.file, BYTES, writable=False)
+        self.target = np.zeros(BYTES, dtype=np.uint8)
 
     def copy(self, *pieces: tuple[int, int, int]) -> None:
         """Copies pieces: to which offset, from which, and how many bytes."""
         to, at, length = (np.array(each, dtype=np.uint64) for each in zip(*pieces, strict=True))
         target, source = to + np.uint64(self.target.ctypes.data), at + np.uint64(self.mapping.base)
-        copy_lent(Memory(self.mapping.base, HUGE_PAGE, file=self.file), target, source, length)
+        copy_lent(Memory(self.mapping.base, BYTES, file=self.file), target, source, length)
 
     @property
     def present(self) -> int:
@@ -69,12 +71,12 @@ def starts(sizes: list[int]) -> list[int]:
     return [sum(sizes[:piece]) for piece in range(len(sizes))]
 
 
-@pytest.mark.parametrize("size", [LARGE, 4096], ids=["large", "small"])
+@pytest.mark.parametrize("size", [LARGE, 16384], ids=["large", "small"])
 def test_where_pages_were_taken_away_zeros_are_found_and_no_new_pages_made(lent: Lent, size: int) -> None:
-    whole = [(at, at, size) for at in range(0, HUGE_PAGE, size)]
+    whole = [(at, at, size) for at in range(0, BYTES, size)]
     lent.copy(*whole)
     assert np.array_equal(lent.target, lent.content)
-    give_back(lent.file, HUGE_PAGE)
+    give_back(lent.file, BYTES)
     lent.copy(*whole)
     assert not lent.target.any()
     assert lent.present == 0
@@ -84,6 +86,6 @@ def test_where_pages_were_taken_away_zeros_are_found_and_no_new_pages_made(lent:
 def test_a_file_that_was_cut_ends_a_copy_by_an_error_and_not_the_process_by_a_signal(
     lent: Lent, size: int, call: str
 ) -> None:
-    os.ftruncate(lent.file, HUGE_PAGE - size)
+    os.ftruncate(lent.file, BYTES - size)
     with pytest.raises(OSError, match=call):
-        lent.copy((0, HUGE_PAGE - size, size))
+        lent.copy((0, BYTES - size, size))
