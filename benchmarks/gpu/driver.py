@@ -30,6 +30,7 @@ TESTS: Final = (
     "tests/memory/test_cuda.py",
     "tests/client/test_cuda.py",
     "tests/daemon/test_gpu_store.py",
+    "tests/transport/test_gpu_contract.py",
 )
 
 

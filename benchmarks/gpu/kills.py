@@ -28,18 +28,13 @@ T = TypeVar("T")
 def kills(*, quick: bool) -> dict[str, Any]:
     """One is killed during each pull, at another moment each time: in turn that of the producer and the consumer."""
     shape, rounds = ((256, 16 * KIB), 2) if quick else ((4096, 64 * KIB), 12)
-    found: dict[str, Any] = {}
     with two_sides("cuda:0") as sides:
-        pulls = _Pulls(sides, shape)
-        for victim, kill in (("daemon", _kill_daemon), ("worker", _kill_worker)):
-            pulls.found = dict.fromkeys(("pulls", "done", "failed", "pools kept"), 0)
-            for turn in range(rounds):
-                kill(pulls, turn, f"{victim}-{turn}")
-            found |= {f"{what}, a {victim} killed": count for what, count in pulls.found.items()}
-    return found
+        pulls = Pulls(sides, shape)
+        found = pulls.counts(kill_daemon, "daemon", rounds)
+        return found | pulls.counts(_kill_worker, "worker", rounds)
 
 
-class _Pulls:
+class Pulls:
     """Pulls of every other block of a pool of `shape` into those beside them."""
 
     def __init__(self, sides: tuple[Side, Side], shape: tuple[int, int]) -> None:
@@ -50,6 +45,13 @@ class _Pulls:
         self.source, self.target = _halves(shape[0])
         self._content = pattern(*shape)
         self.found: dict[str, int] = {}
+
+    def counts(self, kill: Callable[["Pulls", int, str], None], victim: str, rounds: int) -> dict[str, int]:
+        """How pulls ended during each of which `kill` was called."""
+        self.found = dict.fromkeys(("pulls", "done", "failed", "pools kept"), 0)
+        for turn in range(rounds):
+            kill(self, turn, f"{victim}-{turn}")
+        return {f"{what}, a {victim} killed": count for what, count in self.found.items()}
 
     def fill(self) -> None:
         """Gives the producer's pool its content, and the consumer's zeros."""
@@ -77,7 +79,8 @@ def _halves(count: int) -> tuple[list[int], list[int]]:
     return list(range(0, count, 2)), list(range(1, count, 2))
 
 
-def _kill_daemon(pulls: _Pulls, turn: int, name: str) -> None:
+def kill_daemon(pulls: Pulls, turn: int, name: str) -> None:
+    """Kills the daemon of one side during a pull with this name, and starts the next one."""
     (prefill, decode), victim = pulls.pools, pulls.sides[turn % 2]
     pulls.fill()
     decode.pull(name, prefill.offer(name, pulls.source), pulls.target)
@@ -90,7 +93,7 @@ def _kill_daemon(pulls: _Pulls, turn: int, name: str) -> None:
         _again("attach again", partial(_status, pool.worker))
 
 
-def _kill_worker(pulls: _Pulls, turn: int, name: str) -> None:
+def _kill_worker(pulls: Pulls, turn: int, name: str) -> None:
     """Another process has a pool in the place of ours, until it is killed and we get that pool."""
     victim = turn % 2
     (prefill, decode), side = pulls.pools, pulls.sides[victim]

@@ -31,6 +31,7 @@ STEPS: Final = {
     "pulls": Step("do pulls between two daemons land; how fast, beside one copy of all", "pulls", "speeds", 120),
     "nixl": Step("how fast is NIXL alone, with memory of cudaMalloc", "raw", "speeds", 60),
     "kills": Step("does a pull whose daemon or worker is killed end, never in wrong bytes", "kills", "kills", 90),
+    "hosts": Step("do pulls between two hosts land by way of pinned memory", "hosts", "pulls", 120),
     "workers": Step("does a killed worker's GPU write to its pool after its pidfd has fired", "workers", "kills", 60),
     "torch": Step("is a pool a tensor; does a CUDA graph that writes to it stay valid", "frameworks", "torch", 90),
     "demo": Step("does `kvd demo --device cuda:0` give the tokens of a single engine", "frameworks", "demo", 90),

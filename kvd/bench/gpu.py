@@ -40,8 +40,8 @@ class Side:
     """A daemon whose pools are in `memory`: "cpu", or "cuda:N"."""
 
     def __init__(self, processes: Processes, folder: Path, name: str, memory: str) -> None:
-        self._processes = processes
-        self._memory = memory
+        self.processes = processes
+        self.memory = memory
         self.name = name
         self.socket = folder / f"{name}.sock"
         self.starts = 0
@@ -50,11 +50,14 @@ class Side:
     def start(self) -> None:
         """Starts the daemon, or the next one."""
         self.starts += 1
-        run = f"{self.name}-{self.starts}"
-        self.daemon: Child = self._processes.start_daemon(self.name, self.socket, "--device", self._memory, log=run)
+        self.daemon: Child = self.run(f"{self.name}-{self.starts}")
         while not self.socket.exists():
             if self.daemon.wait(0.05):
                 raise self.daemon.ended()
+
+    def run(self, log: str) -> Child:
+        """A process that serves; `log` names its log."""
+        return self.processes.start_daemon(self.name, self.socket, "--device", self.memory, log=log)
 
     def attach(self, blocks: int, block_bytes: int) -> "Pool":
         """A worker with a new pool."""
@@ -69,7 +72,7 @@ def attach(side: str, socket: Path, blocks: int, block_bytes: int) -> "Pool":
 
 
 class Pool:
-    """A worker and its pool, of `shape`: blocks, bytes of each. `write` and `read` are of those on a GPU."""
+    """A worker and its pool, of `shape`: blocks, bytes of each."""
 
     def __init__(self, worker: Worker, shape: tuple[int, int]) -> None:
         self.worker = worker
@@ -77,14 +80,22 @@ class Pool:
 
     def write(self, content: Bytes) -> None:
         """Makes it `content`, uint8 [blocks, block_bytes]."""
+        if not self.worker.device:
+            self._host()[:] = content
+            return
         memory = self.worker.device_pool
         _copy(device(memory.ordinal), memory.pointer, content.ctypes.data, content.nbytes)
 
     def read(self) -> Bytes:
         """What it is, uint8 [blocks, block_bytes]."""
+        if not self.worker.device:
+            return self._host().copy()
         memory, found = self.worker.device_pool, np.empty(self.shape, np.uint8)
         _copy(device(memory.ordinal), found.ctypes.data, memory.pointer, found.nbytes)
         return found
+
+    def _host(self) -> Bytes:
+        return np.frombuffer(self.worker.pool, np.uint8).reshape(self.shape)
 
     def offer(self, name: str, ids: Sequence[int]) -> str:
         """The ticket of an offer of these blocks."""
@@ -153,7 +164,7 @@ def measure(ordinal: int, *, quick: bool, progress: Callable[[], None]) -> Itera
         for size in SIZES:
             count = 2 * total // size
             source, target = producer.attach(count, size), consumer.attach(count, size)
-            pulls = _Pulls(source, target, pattern(count, size))
+            pulls = ComparedPulls(source, target, pattern(count, size))
             half, every_other = range(count // 2), range(0, count, 2)
             yield Measured(
                 size,
@@ -181,7 +192,7 @@ def seconds_of_one_block(memory: str, *, quick: bool) -> float:
         )
 
 
-class _Pulls:
+class ComparedPulls:
     """Pulls of blocks of `content`, which `source` has, into `target`."""
 
     def __init__(self, source: Pool, target: Pool, content: Bytes) -> None:

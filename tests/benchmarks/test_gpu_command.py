@@ -65,6 +65,16 @@ def test_a_dry_run_of_the_demo_and_of_nixl_alone_compares_tokens_and_bytes(stand
 
 
 @pytest.mark.slow
+def test_a_dry_run_of_pulls_between_hosts_kills_daemons_with_pools_on_either_side_or_both(standin, tmp_path):
+    status, document, _ = dry_run(standin, tmp_path, "hosts")
+    assert status == 0, document
+    rows = document["steps"][0]["answers"]["hosts"]
+    assert [(row["of"], row["into"]) for row in rows] == [("cuda:0", "cuda:0"), ("cuda:0", "cpu"), ("cpu", "cuda:0")]
+    for row in rows:
+        assert row["done, a daemon killed"] + row["failed, a daemon killed"] == row["pools kept, a daemon killed"] == 2
+
+
+@pytest.mark.slow
 def test_a_dry_run_of_the_copies_has_a_figure_for_each_size(standin, tmp_path):
     standin.set(delay_us=0)
     status, document, _ = dry_run(standin, tmp_path, "copies", "pinned")

@@ -23,10 +23,12 @@ from tests.conformance.site import PRODUCED, Producer, Reader, Site, blocks, eve
 from tests.support.patience import MOMENT
 
 KIB = limits.KIB
+NOWHERE: Final = 8
+"""An address in the first page, which no process maps."""
 
 
 def _stamp(producer: Producer, offset: int) -> int:
-    """What lies in a producer's pool at an offset, as a stamp."""
+    """What lies at an offset of a producer's stamps."""
     return int.from_bytes(pattern(producer.seed, offset + limits.STAMP_BYTES)[offset:].tobytes(), "little")
 
 
@@ -44,7 +46,7 @@ class Contract:
     @asynccontextmanager
     async def _reader(self, size: int = PRODUCED) -> AsyncIterator[Reader]:
         base, memory, descriptor = self._site.memory(size)
-        reader = Reader(self._site.transport(), Region(base, size, descriptor, length=size), memory)
+        reader = Reader(self._site.transport(), Region(base, size, descriptor, self._site.device, length=size), memory)
         reader.transport.start(reader.on_event)
         try:
             reader.transport.register(1, reader.region)
@@ -140,7 +142,7 @@ class Contract:
             await reader.add(producer)
             word = _stamp(producer, 4096)
             for count in (1, 1024):
-                read = reader.read(producer, blocks(0, count, 256 * KIB), stamp=producer.base + 4096)
+                read = reader.read(producer, blocks(0, count, 256 * KIB), stamp=producer.stamps + 4096)
                 end = await reader.end(read)
                 assert isinstance(end, Landed), end
                 assert end.stamp == (word if reader.of(PeerAdded)[0].stamps else 0)
@@ -158,12 +160,12 @@ class Contract:
             for count, (at, expected, proven) in itertools.product(
                 (1, 256),
                 (
-                    (producer.base + 4096, right ^ 1, False),
-                    (producer.base + 4096, right ^ 1 << 64, False),
-                    (producer.base + 4097, right, False),
-                    (producer.base + PRODUCED + limits.GIB, right, False),
+                    (producer.stamps + 4096, right ^ 1, False),
+                    (producer.stamps + 4096, right ^ 1 << 64, False),
+                    (producer.stamps + 4097, right, False),
+                    (NOWHERE, right, False),
                     (0, right, False),
-                    (producer.base + 4096, right, readable),
+                    (producer.stamps + 4096, right, readable),
                 ),
             ):
                 end = await reader.end(reader.read(producer, blocks(0, count, 256 * KIB), stamp=at, expected=expected))
@@ -178,9 +180,7 @@ class Contract:
         producer = await self._site.shared()
         async with self._reader(64 * KIB) as reader:
             await reader.add(producer)
-            end = await reader.end(
-                reader.read(producer, blocks(0, 1, KIB), stamp=producer.base + PRODUCED + limits.GIB)
-            )
+            end = await reader.end(reader.read(producer, blocks(0, 1, KIB), stamp=NOWHERE))
             assert not isinstance(end, Landed) or end.stamp == 0
             await reader.still_well(producer)
 

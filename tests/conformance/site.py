@@ -42,11 +42,12 @@ def pattern(seed: int, size: int) -> Bytes:
 
 
 class Producer(Protocol):
-    """Another agent, running, with a pool that holds `pattern(seed, size)`."""
+    """Another agent, running. Its pool at `base` holds `pattern(seed, size)`, as does its host memory at `stamps`."""
 
     agent: str
     metadata: bytes
     base: int
+    stamps: int
     seed: int
     size: int
 
@@ -58,7 +59,9 @@ class Producer(Protocol):
 
 
 class Site(Protocol):
-    """An implementation to check, with memory and peers for it."""
+    """An implementation to check, with memory and peers for it. `device` is the GPU that has it; empty for the host."""
+
+    device: str
 
     def transport(self) -> Transport:
         """A new one, not started, under a new name."""

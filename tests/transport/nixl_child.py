@@ -72,6 +72,7 @@ class NixlProducer:
 
     async def open(self) -> "NixlProducer":
         self.metadata, self.base = await self.register_more(self.size, self.seed)
+        self.stamps = self.base
         return self
 
     async def register_more(self, size: int, seed: int) -> tuple[bytes, int]:
@@ -89,6 +90,8 @@ class NixlProducer:
 
 
 class NixlSite:
+    device = ""
+
     def __init__(self) -> None:
         self._names = map("{}-agent-whose-name-ucx-cuts-off".format, itertools.count())
         self._shared: NixlProducer | None = None

@@ -110,6 +110,7 @@ class Producer:
     async def open(self) -> "Producer":
         await asyncio.sleep(0.001)  # its buffers are registered
         self.metadata, self.base = await self.register_more(self.size, self.seed)
+        self.stamps = self.base
         return self
 
     async def register_more(self, size: int, seed: int) -> tuple[bytes, int]:
@@ -136,6 +137,8 @@ class DeviceReader:
 
 class StagedSite:
     """`source` and `target` say whether the pools of producers and readers are on a GPU."""
+
+    device = ""
 
     def __init__(self, *, source: bool, target: bool) -> None:
         self.fabric = FakeFabric(asyncio.get_running_loop(), random.Random(1))  # noqa: S311

@@ -23,6 +23,7 @@ class FakeProducer:
 
     async def open(self) -> "FakeProducer":
         self.metadata, self.base = await self.register_more(self.size, self.seed)
+        self.stamps = self.base
         return self
 
     async def register_more(self, size: int, seed: int) -> tuple[bytes, int]:
@@ -35,6 +36,8 @@ class FakeProducer:
 
 
 class FakeSite:
+    device = ""
+
     def __init__(self, *, stamps: bool = False) -> None:
         self._fabric = FakeFabric(asyncio.get_running_loop(), random.Random(1), stamps=stamps)  # noqa: S311
         self._names = map("agent-{}".format, itertools.count())

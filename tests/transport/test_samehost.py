@@ -7,11 +7,12 @@ import signal
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvd.memory.memfd import MemfdProvider
+from kvd.memory.provider import provider_for
 from kvd.transport.interface import Region, Transport
 from kvd.transport.routed import RoutedTransport
 from kvd.transport.samehost.transport import SameHostTransport
@@ -24,14 +25,16 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["tests.transport.test_samehost"])
 
 
-def transport_at(path: str, agent: str) -> Transport:
-    same_host = SameHostTransport(agent, asyncio.get_running_loop(), f"{path}.pools", host="this", threads=2)
+def transport_at(path: str, agent: str, device: str) -> Transport:
+    loop = asyncio.get_running_loop()
+    same_host = SameHostTransport(agent, loop, f"{path}.pools", host="this", threads=2, device=device)
     return RoutedTransport(same_host, None)
 
 
-async def produce(path: str, agent: str, pipe: Connection) -> None:
-    """Exports pools as the pipe asks, and exits when the pipe is closed."""
-    transport = transport_at(path, agent)
+async def produce(path: str, agent: str, memory: str, pipe: Connection) -> None:
+    """Exports pools in `memory` as the pipe asks, and exits when the pipe is closed."""
+    provider = provider_for(memory)
+    transport = transport_at(path, agent, provider.device)
     events: asyncio.Queue = asyncio.Queue()
     transport.start(events.put_nowait)
     kept = []
@@ -40,30 +43,37 @@ async def produce(path: str, agent: str, pipe: Connection) -> None:
             size, seed = await asyncio.to_thread(pipe.recv)
         except EOFError:
             os._exit(0)
-        pool = MemfdProvider().allocate("pool", size)
-        kept.append(pool)
-        os.pwrite(pool.descriptor, pattern(seed, size).tobytes(), 0)
-        transport.register(number, Region(pool.base, size, pool.descriptor, length=pool.length))
-        pipe.send(((await events.get()).metadata, pool.base))
+        pool, content = provider.allocate("pool", size), pattern(seed, size)
+        kept.append((pool, content))
+        if pool.device:
+            pool._mapping.write(0, content.tobytes())
+        else:
+            os.pwrite(pool.descriptor, content.tobytes(), 0)
+        transport.register(number, Region(pool.base, size, pool.descriptor, pool.device, pool.length))
+        pipe.send(((await events.get()).metadata, pool.base, content.ctypes.data))
 
 
-def run_producer(path: str, agent: str, pipe: Connection) -> None:
-    asyncio.run(produce(path, agent, pipe))
+def run_producer(path: str, agent: str, memory: str, pipe: Connection) -> None:
+    asyncio.run(produce(path, agent, memory, pipe))
 
 
 class SameHostProducer:
-    def __init__(self, path: str, agent: str, size: int, seed: int) -> None:
+    def __init__(self, path: str, agent: str, memory: str, size: int, seed: int) -> None:
         self.agent, self.size, self.seed = agent, size, seed
         self._pipe, theirs = FORKSERVER.Pipe()
-        self._process = FORKSERVER.Process(target=run_producer, args=(path, agent, theirs), daemon=True)
+        self._process = FORKSERVER.Process(target=run_producer, args=(path, agent, memory, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
     async def open(self) -> "SameHostProducer":
-        self.metadata, self.base = await self.register_more(self.size, self.seed)
+        self.metadata, self.base, self.stamps = await self._register(self.size, self.seed)
         return self
 
     async def register_more(self, size: int, seed: int) -> tuple[bytes, int]:
+        metadata, base, _ = await self._register(size, seed)
+        return metadata, base
+
+    async def _register(self, size: int, seed: int) -> tuple[bytes, int, int]:
         self._pipe.send((size, seed))
         return await asyncio.to_thread(self._pipe.recv)
 
@@ -78,11 +88,15 @@ class SameHostProducer:
 
 
 class SameHostSite:
-    def __init__(self, folder: Path) -> None:
+    """Pools in `memory`: "cpu", or "cuda:N"."""
+
+    def __init__(self, folder: Path, memory: str = "cpu") -> None:
+        self._memory = memory
         self._names = map("agent-{}".format, itertools.count())
         self._folder = folder
         self.kept: SameHostProducer | None = None
-        provider = MemfdProvider()
+        provider = provider_for(memory)
+        self.device = provider.device
         self._pools = provider.allocate("small", PRODUCED // 2), provider.allocate("large", PRODUCED)
 
     def close(self) -> None:
@@ -93,13 +107,16 @@ class SameHostSite:
 
     def transport(self) -> Transport:
         name = next(self._names)
-        return transport_at(str(self._folder / name), name)
+        return transport_at(str(self._folder / name), name, self.device)
 
     def memory(self, size: int) -> tuple[int, Bytes, int]:
-        pool = self._pools[size > PRODUCED // 2]
+        pool = self.pool_for(size)
         memory = np.frombuffer((ctypes.c_char * size).from_address(pool.base), np.uint8)
         memory[:] = 0
         return pool.base, memory, pool.descriptor
+
+    def pool_for(self, size: int) -> Any:
+        return self._pools[size > PRODUCED // 2]
 
     async def shared(self) -> SameHostProducer:
         if self.kept is None:
@@ -108,7 +125,7 @@ class SameHostSite:
 
     async def producer(self, size: int, seed: int) -> SameHostProducer:
         name = next(self._names)
-        return await SameHostProducer(str(self._folder / name), name, size, seed).open()
+        return await SameHostProducer(str(self._folder / name), name, self._memory, size, seed).open()
 
 
 @pytest.fixture(scope="module")
