@@ -57,7 +57,12 @@ class Rate:
 
 
 def interference(pair: Pair, rounds: int, progress: Callable[[], None]) -> Interference:
-    """Runs `rounds` pulls of 1 GiB; during each, asks for the status repeatedly and pulls one block."""
+    """Runs `rounds` pulls of 1 GiB; during each, asks for the status repeatedly and pulls one block.
+
+    Raises:
+        InternalError: each of them had ended before the small pull beside it began.
+
+    """
     count = GIB // _BLOCK
     pool = pair.pool("big", count + 16, _BLOCK)
     big, small = list(range(count)), [count]
@@ -67,15 +72,18 @@ def interference(pair: Pair, rounds: int, progress: Callable[[], None]) -> Inter
     for ticket, small_ticket in zip(pool.tickets(big, rounds), pool.tickets(small, rounds), strict=True):
         started = time.perf_counter()
         request = pool.start_pull(ticket, big)
-        statuses += [_timed(pool.worker.status) for _ in range(20)]
-        beside.append(pool.pull(small_ticket, small))
-        if not pool.is_open(request):
-            raise refusal(ErrorCode.INTERNAL, "the pull of 1 GiB ended before the small one; run again")
+        statuses += [_timed(pool.worker.status) for _ in range(5)]  # it is being read then
+        pool.collect(0)
+        if pool.is_open(request):
+            beside.append(pool.pull(small_ticket, small))
         while pool.is_open(request):
             statuses.append(_timed(pool.worker.status))
             pool.collect(0)
         whole.append(time.perf_counter() - started)
         progress()
+    if not beside:
+        text = "each pull of 1 GiB ended before the small one beside it began: run this on a quieter host"
+        raise refusal(ErrorCode.INTERNAL, text)
     return Interference(
         big_pull=statistics.median(whole),
         status_p50=statistics.median(statuses),
