@@ -47,6 +47,18 @@ def parts(events, transport):
     )
 
 
+async def drains(actor, events):
+    while (actor, "drain") not in events:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def all_drain(ending, events):
+    for busy in (("leases", "scheduler"), ("completion",)):
+        await drains(busy[-1], events)
+        for actor in busy:
+            ending.is_idle(actor)
+
+
 async def test_workers_keep_their_sessions_until_the_transport_has_ended():
     events = []
 
@@ -55,11 +67,7 @@ async def test_workers_keep_their_sessions_until_the_transport_has_ended():
 
     ending = Shutdown(lambda: False)
     run = asyncio.ensure_future(ending.run(Actors(events), parts(events, stop), grace=60.0))
-    for busy in (("leases", "scheduler"), ("completion",)):
-        while (busy[-1], "drain") not in events:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        for actor in busy:
-            ending.is_idle(actor)
+    await all_drain(ending, events)
     assert await run == ""
     assert events[-3:] == [("transport", "ended"), ("gateway", "stop"), ("workers", "closed")]
     assert events.index(("peers", "closed")) < events.index(("transport", "ended"))
@@ -80,11 +88,7 @@ async def test_workers_hear_what_the_transport_says_last_before_their_sessions_e
 
     ending = Shutdown(lambda: False)
     run = asyncio.ensure_future(ending.run(actors, parts(events, stop), grace=60.0))
-    for busy in (("leases", "scheduler"), ("completion",)):
-        while (busy[-1], "drain") not in events:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        for name in busy:
-            ending.is_idle(name)
+    await all_drain(ending, events)
     assert await run == ""
     assert events.index(("completion", "told")) < events.index(("gateway", "stop"))
 
@@ -107,8 +111,7 @@ async def test_a_daemon_that_failed_takes_nothing_new_and_does_not_wait_for_runn
 async def test_a_daemon_that_failed_answers_no_peer_while_it_tells_its_workers_why():
     events, ending = [], Shutdown(lambda: True)
     run = asyncio.ensure_future(ending.run(Actors(events), parts(events, lambda: asyncio.sleep(0)), grace=1e6))
-    while ("completion", "drain") not in events:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await drains("completion", events)
     assert ("peers", "closed") in events
     for _ in range(10):
         await asyncio.sleep(0)
@@ -131,8 +134,7 @@ async def test_what_does_not_stop_is_named(monkeypatch):
 async def test_both_actors_that_have_work_are_waited_for(actor):
     events, ending = [], Shutdown(lambda: False)
     run = asyncio.ensure_future(ending.run(Actors(events), parts(events, lambda: asyncio.sleep(0)), grace=1e6))
-    while ("scheduler", "drain") not in events:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await drains("scheduler", events)
     ending.is_idle(actor)
     for _ in range(10):
         await asyncio.sleep(0)
