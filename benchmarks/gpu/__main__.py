@@ -72,7 +72,7 @@ def run_step(name: str, deadline: float, *, quick: bool) -> Result:
     if "skipped" in said:
         return Result(name, step.question, "skipped", seconds, reason=said["skipped"])
     if ran.returncode or not lines:
-        reason = f"status {ran.returncode}: {(ran.stderr or ran.stdout).strip()[-1500:]}"
+        reason = f"status {ran.returncode}: {(ran.stderr or ran.stdout).strip()[-6000:]}"
         return Result(name, step.question, "failed", seconds, reason=reason)
     return Result(name, step.question, "passed", seconds, said["answers"])
 

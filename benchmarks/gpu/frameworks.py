@@ -50,10 +50,3 @@ def demo(*, quick: bool) -> dict[str, Any]:
         raise AssertionError(f"status {ran.returncode}: {ran.stderr[-1200:]}")
     total = json.loads(ran.stdout)["total"]
     return {"requests": int(amount[1]), **total}
-
-
-def vllm(*, quick: bool) -> dict[str, Any]:  # noqa: ARG001
-    """Asks only whether it is there: serving a model takes one, which this machine cannot fetch."""
-    if importlib.util.find_spec("vllm") is None:
-        raise Skipped("vLLM is not installed")
-    raise Skipped("vLLM is here, but a step that runs its hook on a GPU is not written yet")

@@ -35,7 +35,7 @@ STEPS: Final = {
     "workers": Step("does a killed worker's GPU write to its pool after its pidfd has fired", "workers", "kills", 60),
     "torch": Step("is a pool a tensor; does a CUDA graph that writes to it stay valid", "frameworks", "torch", 90),
     "demo": Step("does `kvd demo --device cuda:0` give the tokens of a single engine", "frameworks", "demo", 90),
-    "vllm": Step("does vLLM's hook give it the pool as its cache", "frameworks", "vllm", 60),
+    "vllm": Step("do two engines of vLLM, their caches in pools, give the tokens of one", "serving", "vllm", 240),
 }
 
 
