@@ -91,6 +91,19 @@ def test_both_engines_make_the_same_offer_of_what_the_router_chose() -> None:
     assert {(rank.offer, rank.secret) for rank in ticket.ranks} == {(opened.offer, opened.secret)}
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_is_not_wanted_of_a_prefill_that_goes_on_is_let_go_of_for_as_long_as_it_does(cached: bool) -> None:
+    """Or its blocks are held for their time, if it has queued for longer than a pull may take."""
+    consumer, request, _ = consumer_of(DECODE, 10)
+    if cached:
+        consumer.external(request, 9)
+        consumer.allocated(request, [table(5, 6, 7, cached=2)], 0)
+    else:
+        consumer.finished(request, ([],))
+    (pull,) = consumer.take_metadata().pulls
+    assert (pull.blocks, pull.waits, pull.grows) == ((), False, True)
+
+
 def test_the_answer_of_a_prefill_that_was_not_asked_so_names_the_daemons_for_the_next_request() -> None:
     for alone in (True, False):
         producer = SchedulerSide(((Full(), 4),), 1, alone=alone)
