@@ -212,6 +212,9 @@ such answers may wait to be read by one peer."""
 BLOCKS_PER_SPAN: Final = 16
 """As so many ids a span counts there: it takes as long to join."""
 
+MAX_PARTS_TOLD: Final = MAX_PARTS_PER_OFFER + 1 + MAX_BLOCKS_PER_REQUEST // MAX_PART_BLOCKS
+"""Parts of one offer that its reader is told of: extensions, the close, and what `MAX_PART_BLOCKS` cuts them into."""
+
 MAX_OFFERED_BLOCKS: Final = 1 << 24
 """Block ids in one worker's offers that stand, which are kept until they end: 64 MiB."""
 

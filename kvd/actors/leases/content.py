@@ -132,8 +132,8 @@ class Content:
         self.parts, self.spans = [], 0
         self._stops.clear()
 
-    def check(self, more: Extend, groups: Sequence[Group]) -> None:
-        """Checks that an extension goes on where the one before it ended.
+    def check(self, more: Extend, spans: Spans, groups: Sequence[Group]) -> None:
+        """Checks that an extension by `spans`, none of which is empty, goes on where the one before it ended.
 
         Raises:
             BadRequest: `WRONG_STATE`, it is closed; `BAD_MESSAGE`, its tokens go back; `BAD_BLOCKS`, its blocks do not
@@ -148,7 +148,7 @@ class Content:
             text = f"the offer {more.offer!r} is extended to token {more.tokens}, and has {self.tokens} already"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
         stops = self._stops.copy()
-        for span in more.spans:
+        for span in spans:
             window = groups[span.group].window
             if not more.closes and not isinstance(window, Full):
                 text = f"blocks of group {span.group} ({window}) may be rewritten during the prefill; name them at the"

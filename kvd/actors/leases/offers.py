@@ -131,8 +131,8 @@ class Offers:
             raise refusal(ErrorCode.UNKNOWN_REQUEST, f"no offer is called {more.offer!r}; open it first")
         if lease.state in machine.TABLE.final:
             raise refusal(ErrorCode.OFFER_GONE, f"the offer {more.offer!r} has ended ({lease.reason})")
-        lease.content.check(more, lease.pool.spec.groups)
         spans = tuple(span for span in more.spans if span.ids)
+        lease.content.check(more, spans, lease.pool.spec.groups)
         self._check_size(lease, spans)
         if not more.closes:  # any may be closed
             self.bounds.check_parts(lease)

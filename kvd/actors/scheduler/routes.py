@@ -141,8 +141,8 @@ class Told:
         if grown.parts <= self.parts:
             text = f"an offer of {self.parts} parts has grown, and is said to have {grown.parts}"
             raise refusal(ErrorCode.BAD_BLOCKS, text)
-        if grown.parts > limits.MAX_PARTS_PER_OFFER + 1:  # the last closes it
-            text = f"an offer has grown to {grown.parts} parts; the bound is {limits.MAX_PARTS_PER_OFFER} and the last"
+        if grown.parts > limits.MAX_PARTS_TOLD:
+            text = f"an offer has grown to {grown.parts} parts; the bound is {limits.MAX_PARTS_TOLD}"
             raise refusal(ErrorCode.TOO_LARGE, text)
         spans = joined([self.spans, grown.spans])
         blocks = sum(len(span.ids) for span in spans) // 4

@@ -316,8 +316,9 @@ class SchedulerSide:
         """
         if offered.ticket:
             name, hold = self._name(request.request_id), self._holds.pop(request.request_id, "")
-            order = PullOrder(request.request_id, name, offered.ticket, (), waits=False, consumer=hold)
-            self._metadata.pulls.append(order)
+            self._metadata.pulls.append(
+                PullOrder(request.request_id, name, offered.ticket, (), waits=False, consumer=hold, grows=offered.grows)
+            )
 
     def _new_order(
         self, request: Any, tokens: int, held: tuple[Blocks, ...], consumers: int = 1, turn_ttl: float = 0.0

@@ -223,6 +223,12 @@ def test_an_extension_that_does_not_go_on_where_the_last_ended_is_refused_and_ch
     assert extend(stage, 4, (*blocks(1, 1), *blocks(0, 3, 4, group=1)), closes=True) == [Extended(7)]
 
 
+def test_a_span_without_blocks_holds_no_tokens(stage):
+    opened(stage)
+    code, text = refused(extend(stage, 10, blocks(5)))
+    assert (code, "10 tokens are said to be complete" in text) == (ErrorCode.BAD_BLOCKS, True)
+
+
 def test_a_closed_offer_takes_nothing_more(stage):
     opened(stage)
     extend(stage, 2, blocks(0, 0), closes=True)
@@ -361,3 +367,16 @@ def test_an_offer_that_may_not_be_extended_any_more_can_be_closed_or_nobody_woul
     extend(stage, 2, blocks(0, 0))
     refused(extend(stage, 4, blocks(1, 1)))
     assert extend(stage, 6, blocks(1, 1, 2), closes=True) == [Extended(7)]
+
+
+def test_readers_take_as_many_parts_as_an_offer_can_have(stage):
+    """Extensions and closes of many blocks are cut: an offer has more parts than its worker named."""
+    opened(stage)
+    half, rest = limits.MAX_BLOCKS_PER_REQUEST // 2, limits.MAX_PARTS_PER_OFFER - 1
+    for _ in range(rest):
+        extend(stage, 0, ())
+    stage.run(1.0)  # it may make so many requests at once, and then some a second
+    for first, closes in ((0, False), (half, True)):
+        assert extend(stage, 2 * (first + half), blocks(first, *[0] * half), closes=closes) == [Extended(7)]
+    parts = len(stage.actors.leases._offers.find("w", "o").content.parts)
+    assert limits.MAX_PARTS_PER_OFFER + 1 < parts <= limits.MAX_PARTS_TOLD

@@ -156,7 +156,7 @@ def test_no_byte_counts_as_read_of_which_no_block_is_known(stage, tokens, told, 
     assert stage.reads == []
 
 
-@pytest.mark.parametrize("parts", [0, 1, limits.MAX_PARTS_PER_OFFER + 2])
+@pytest.mark.parametrize("parts", [0, 1, limits.MAX_PARTS_TOLD + 1])
 def test_a_producer_that_tells_nothing_or_of_too_many_parts_fails_the_pull_or_it_would_be_asked_for_ever(stage, parts):
     follow(stage)
     grown(stage, 0, 4, 0, 0, 3)
@@ -164,6 +164,16 @@ def test_a_producer_that_tells_nothing_or_of_too_many_parts_fails_the_pull_or_it
     grown(stage, 1, 4, 2, parts=parts)
     assert outcome(stage).code == (ErrorCode.TOO_LARGE if parts > 1 else ErrorCode.BAD_BLOCKS)
     assert asked(stage) == [0, 1]
+
+
+def test_an_offer_of_as_many_parts_as_a_producer_takes_is_read_to_the_end(stage):
+    follow(stage)
+    grown(stage, 0, 4, 0, 0, 3, parts=limits.MAX_PARTS_PER_OFFER)
+    stage.landed(1)
+    grown(stage, limits.MAX_PARTS_PER_OFFER, 6, 2, 1, parts=limits.MAX_PARTS_TOLD, closed=True)
+    stage.landed(1)
+    stage.peer_says(Held(1))
+    assert outcome(stage) == Done("p")
 
 
 def test_an_offer_that_is_closed_before_all_that_is_wanted_fails_the_pull(stage):

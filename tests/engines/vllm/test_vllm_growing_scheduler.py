@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvd.client import Blocks
 from kvd.engines.vllm.growing.params import is_growing
+from kvd.engines.vllm.growing.scheduler import STARVED_SECONDS
 from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, OpenOrder, RankEndpoint, StepMetadata, WithdrawOrder
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.layout import Full, Sliding, State
@@ -91,6 +92,19 @@ def test_both_engines_make_the_same_offer_of_what_the_router_chose() -> None:
     assert {(rank.offer, rank.secret) for rank in ticket.ranks} == {(opened.offer, opened.secret)}
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_is_not_wanted_of_a_prefill_that_goes_on_is_let_go_of_for_as_long_as_it_does(cached: bool) -> None:
+    """Or its blocks are held for their time, if it has queued for longer than a pull may take."""
+    consumer, request, _ = consumer_of(DECODE, 10)
+    if cached:
+        consumer.external(request, 9)
+        consumer.allocated(request, [table(5, 6, 7, cached=2)], 0)
+    else:
+        consumer.finished(request, ([],))
+    (pull,) = consumer.take_metadata().pulls
+    assert (pull.blocks, pull.waits, pull.grows) == ((), False, True)
+
+
 def test_the_answer_of_a_prefill_that_was_not_asked_so_names_the_daemons_for_the_next_request() -> None:
     for alone in (True, False):
         producer = SchedulerSide(((Full(), 4),), 1, alone=alone)
@@ -168,6 +182,47 @@ def test_a_prefill_that_computes_again_what_it_said_was_complete_ends_its_offer(
     opened, _ = step(producer, request, 6, [1, 2]).growing
     request.num_computed_tokens = 4
     assert step(producer, request, 2, [1, 2]).growing == [WithdrawOrder("r", opened.offer)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the scheduler's half reads."""
+    now = [100.0]
+    monkeypatch.setattr("kvd.engines.vllm.growing.scheduler.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_prefill_that_lacks_blocks_while_nothing_is_computed_ends_its_offer(clock: list[float]) -> None:
+    """The decode engine keeps blocks for it, which the requests may need whose offers have those that it lacks."""
+    producer = side()
+    step(producer, arrived(producer, 4, PREFILL, "idle"), 0)
+    clock[0] += 60
+    request = arrived(producer, 8)
+    (opened,) = step(producer, request, 0).growing
+    clock[0] += STARVED_SECONDS - 1
+    assert step(producer, request, 0).growing == []
+    clock[0] += 1
+    assert isinstance(opened, OpenOrder)
+    assert step(producer, request, 0).growing == [WithdrawOrder("r", opened.offer)]
+    assert step(producer, request, 8, [1, 2]).growing == []
+    params = producer.finished(request, ([1, 2],))
+    assert params is not None
+    assert "kvd_ticket" in params
+
+
+def test_a_prefill_keeps_its_offer_while_others_are_computed_and_once_it_has_begun(clock: list[float]) -> None:
+    producer = side()
+    other, request = arrived(producer, 40, PREFILL, "other"), arrived(producer, 8)
+    step(producer, other, 4, [3])
+    for _ in range(3):
+        clock[0] += STARVED_SECONDS - 1
+        assert step(producer, other, 0).growing == []
+        assert step(producer, other, 4, [3]).growing == []
+    (extended,) = step(producer, request, 4, [1]).growing
+    assert isinstance(extended, ExtendOrder)
+    step(producer, request, 0)
+    clock[0] += 60
+    assert step(producer, request, 0).growing == []
 
 
 def test_an_aborted_prefill_ends_its_offer() -> None:

@@ -4,9 +4,13 @@ An offer is opened as soon as its request has come, so that claims find it, howe
 in which the request is scheduled extends it, which the workers tell when the step's kernels have ended. The end of the
 request closes it, with the blocks of all other groups. Whatever takes blocks back before, ends the offer: nothing that
 was read of it counts then, as it is never closed. The request itself goes on, and is offered in the end like others.
+
+The same becomes of a request for which the engine lacks blocks. A decode engine has blocks for it already, and they may
+be what those requests wait for whose offers have the blocks that this one needs: neither engine would ever go on.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +19,9 @@ from kvd.client import Blocks
 from kvd.engines.vllm.growing.params import Chosen
 from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, GrowingOrder, OfferOrder, OpenOrder, WithdrawOrder
 from kvd.layout import Full, Window
+
+STARVED_SECONDS = 5.0
+"""For how long the engine computes nothing at all before it takes the requests that queue for ones that lack blocks."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +34,10 @@ class _Growing:
     chosen: Chosen
     end: int
     """With so many tokens it is closed."""
+    opened: float
+    """When, in seconds on the monotonic clock."""
+    begun: bool = False
+    """Whether a step has computed some of it."""
     tokens: int = 0
     """So many are complete after the steps so far."""
     named: dict[int, int] = field(default_factory=dict)
@@ -41,6 +52,8 @@ class GrowingOffers:
         self._growing: dict[str, _Growing] = {}
         self._names: set[str] = set()
         self._orders: list[GrowingOrder] = []
+        self._idle_since: float | None = None
+        """Since when no step has computed anything."""
 
     def take_orders(self) -> list[GrowingOrder]:
         """What the workers are to do in the next step."""
@@ -53,11 +66,14 @@ class GrowingOffers:
             logger.warning("request %s is offered when it has ended: its kvd_offer names another's", request.request_id)
             return
         self._names.add(chosen.name)
-        self._growing[request.request_id] = _Growing(request, chosen, request.num_prompt_tokens)
+        self._growing[request.request_id] = _Growing(request, chosen, request.num_prompt_tokens, time.monotonic())
         self._orders.append(OpenOrder(request.request_id, chosen.name, chosen.secret, consumers))
 
     def scheduled(self, output: Any) -> None:
         """VLLM has scheduled a step; `num_computed_tokens` of its requests are those before it."""
+        now = time.monotonic()
+        if output.num_scheduled_tokens or self._idle_since is None:
+            self._idle_since = None if output.num_scheduled_tokens else now
         if not self._growing:
             return
         # Their blocks are others' now, even if they get the same ones again.
@@ -67,12 +83,23 @@ class GrowingOffers:
             growing = self._growing.get(request)
             if growing is not None:
                 self._extend(growing, more, output.kv_connector_block_state.get_block_ids(request))
+        if self._idle_since is not None:
+            self._withdraw_starved(self._idle_since, now)
+
+    def _withdraw_starved(self, idle_since: float, now: float) -> None:
+        """Ends the offers of requests that have queued for long while nothing was computed."""
+        for request, growing in list(self._growing.items()):
+            if not growing.begun and now - max(idle_since, growing.opened) >= STARVED_SECONDS:
+                text = "request %s is offered when it has ended: it has queued for %g s in which nothing was computed"
+                logger.warning(text, request, STARVED_SECONDS)
+                self.withdraw(request)
 
     def _extend(self, growing: _Growing, more: int, table: Sequence[Sequence[int]]) -> None:
         """After this step `more` tokens are complete than before it.
 
         Blocks of the prefix cache count only then, too: a request of the same step may be computing them.
         """
+        growing.begun = True
         computed = growing.request.num_computed_tokens
         if computed < growing.tokens:  # vLLM computes again what turned out to be wrong
             self.withdraw(growing.request.request_id)
