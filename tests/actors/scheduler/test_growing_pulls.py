@@ -275,3 +275,23 @@ def test_what_a_producer_tells_counts_as_a_part_of_the_ticket_until_the_pull_has
     assert failed.code == ErrorCode.OVERLOADED
     assert f"{before + 12} bytes of tickets" in failed.text
     assert not opened
+
+
+def test_a_plan_of_what_has_come_gets_only_what_is_not_read_and_the_last_one_all(stage):
+    """Or each of thousands of little parts would have all blocks before it copied and checked again."""
+    follow(stage)
+    transfer = stage.actors.scheduler.transfers._open[1]
+    grown(stage, 0, 4, 0, 0, 3)
+    assert transfer.told.spans == (Span(0, 0, ids(0, 3)),)
+    stage.landed(1)
+    grown(stage, 1, 5, 2, 1, 7)
+    assert transfer.told.spans == (Span(0, 2, ids(1)),)
+    grown(stage, 2, 8, 4, closed=True)
+    assert transfer.told.spans == (Span(0, 0, ids(0, 3, 1, 7)),)
+    assert moved(stage) == [(1, 6)]
+
+
+def test_half_a_block_id_fails_the_pull(stage):
+    follow(stage)
+    stage.peer_says(Grown(1, 0, 1, 2, (Span(0, 0, ids(0) + bytes(2)),), closed=False))
+    assert (outcome(stage).code, "6 bytes of block ids" in outcome(stage).text) == (ErrorCode.BAD_BLOCKS, True)
