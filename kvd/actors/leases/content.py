@@ -152,7 +152,7 @@ class Content:
             text = f"the offer {more.offer!r} is extended to token {more.tokens}, and has {self.tokens} already"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
         stops = self._stops.copy()
-        for span in more.spans:
+        for span in (span for span in more.spans if span.ids):  # one without blocks holds no tokens
             window = groups[span.group].window
             if not more.closes and not isinstance(window, Full):
                 text = f"blocks of group {span.group} ({window}) may be rewritten during the prefill; name them at the"

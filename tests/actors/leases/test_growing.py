@@ -204,6 +204,7 @@ WRONG = {
     "leaves-a-gap": (6, blocks(2, 2), False, ErrorCode.BAD_BLOCKS, "group 0 are named from position 2 on; .* end at 1"),
     "overlaps": (6, blocks(0, 2), False, ErrorCode.BAD_BLOCKS, "group 0 are named from position 0 on; .* end at 1"),
     "holds-too-little": (5, blocks(1, 2), False, ErrorCode.BAD_BLOCKS, "5 tokens are said .* group 0 hold 4"),
+    "names-none": (5, blocks(9), False, ErrorCode.BAD_BLOCKS, "5 tokens are said .* group 0 hold 2"),
     "window": (2, blocks(0, 1, group=1), False, ErrorCode.BAD_BLOCKS, "group 1 .*Sliding.* name them at the close"),
     "other-group": (2, blocks(0, 1, group=2), False, ErrorCode.BAD_BLOCKS, "group 2 is named; there are 2 groups"),
     "other-pool": (4, blocks(1, 99), False, ErrorCode.BAD_BLOCKS, "99"),
