@@ -201,6 +201,9 @@ MAX_PARTS_PER_OFFER: Final = 4096
 """Extensions of one offer: 2 M tokens in chunks of 512. A reader that asks for all of them takes 2 ms of the loop,
 their end 10 ms."""
 
+MAX_SPANS_PER_OFFER: Final = 1 << 16
+"""Spans in all of these: 16 groups of layers each time. They are joined when it is closed, in 11 ms of the loop."""
+
 MAX_PARTS_PER_WORKER: Final = 1 << 18
 """Spans in all that one worker's offers that stand have named, and extensions without any, which are kept until those
 end, 250 bytes each: 64 MiB. A prompt of 100,000 tokens in chunks of 512 makes 200, for each group of layers."""
@@ -208,6 +211,13 @@ end, 250 bytes each: 64 MiB. A prompt of 100,000 tokens in chunks of 512 makes 2
 MAX_PART_BLOCKS: Final = 1 << 14
 """Block ids of an offer that grows which its reader is told of at once, 64 KiB: 256,000 tokens in blocks of 16. 4,096
 such answers may wait to be read by one peer."""
+
+MAX_TOLD_BYTES: Final = 64 * MIB
+MAX_TOLD_BYTES_PER_SECOND: Final = 16 * MIB
+SMALL_TOLD_BYTES: Final = 4 * KIB
+"""Bytes of such answers that one peer gets at once, and a second; it asks again for what is left. One that leaves them
+unread on ever new connections would fill the memory, and honest ones read blocks of hundreds of gigabytes in that time.
+Answers of up to 1,024 blocks do not count: they are as long as other messages."""
 
 BLOCKS_PER_SPAN: Final = 16
 """As so many ids a span counts there: it takes as long to join."""
@@ -247,8 +257,15 @@ MAX_CLAIMS_PER_OFFER: Final = 4 * MAX_RANKS
 """Claims that hold one offer: every rank of a consumer, and of a second one that a router tried. A rank may have two:
 one only holds the offer while the request queues, one reads."""
 
+BLOCKS_PER_CLAIM: Final = 16
+"""As so many blocks that are given back a claim counts that breaks with its offer: it takes 5 us."""
+
 MAX_CLAIMS_PER_PEER: Final = 1 << 16
 """Claims of one peer that hold offers, 1 KiB each: those of all ranks in the pulls that four workers may have open."""
+
+MAX_CLAIMS_PER_USER: Final = MAX_CLAIMS_PER_PEER // 2
+"""Those of one user's pulls at one producer, with all reads from it that have begun: pulls of what grows for ever hold
+their claims until their time is over, and other users of the daemon need some."""
 
 MAX_CONSUMERS_PER_WORKER: Final = 1 << 17
 """Consumers that have finished with one worker's offers that stand, up to 400 bytes each: 50 MiB."""

@@ -85,7 +85,7 @@ def honest(request, welcome: Welcome) -> list[bytes]:
         case Ping():
             return [compose(Pong, number=request.number, incarnation=welcome.incarnation)]
         case Claim():
-            return [compose(Grant, claim=request.claim, generation=1, epoch=1)]
+            return [compose(Grant, claim=request.claim, generation=1, epoch=1, incarnation=welcome.incarnation)]
         case Fence():
             return [compose(Held, claim=request.claim)]
         case Settle():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from kvd import limits
-from kvd.actors.leases.claim import NOT_HELD, ClaimKey, ClaimRecord
+from kvd.actors.leases.claim import NOT_HELD, ClaimKey, ClaimRecord, State
 from kvd.actors.leases.lease import Lease
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.context import ActorContext
@@ -24,6 +24,7 @@ from kvd.protocol.peer import Broken, Fence, Grant, Grown, Held, LeaseAnswer, Re
 
 _WRONG_PROOFS = RateLimit(limits.MAX_WRONG_PROOFS / 60, limits.MAX_WRONG_PROOFS)
 _UNKNOWN = RateLimit(limits.MAX_UNKNOWN_CLAIMS_PER_SECOND, limits.MAX_UNKNOWN_CLAIMS)
+_TOLD = RateLimit(limits.MAX_TOLD_BYTES_PER_SECOND, limits.MAX_TOLD_BYTES)
 
 
 class Answers:
@@ -33,9 +34,13 @@ class Answers:
         self._context = context
         self._reply = reply
         self._untold: Batch[ClaimRecord] = Batch(actor, self._tell_broken)
+        self._behind: Batch[ClaimRecord] = Batch(actor, self._tell_all_grown, _untold_blocks)
+        """Readers of offers that have grown."""
         # By peer.
         self._wrong_proofs: TokenBuckets[str] = TokenBuckets(_WRONG_PROOFS)
         self._unknown: TokenBuckets[str] = TokenBuckets(_UNKNOWN)
+        self._told: TokenBuckets[str] = TokenBuckets(_TOLD)
+        """Bytes of large answers about offers that grow."""
         self._once = WarnOnce(structlog.get_logger("kvd.leases"), "kvd_wrong_proofs_total")
 
     def drops(self, peer: str) -> bool:
@@ -119,15 +124,23 @@ class Answers:
         self._tell_grown(claim)
 
     def grown(self, lease: Lease) -> None:
-        """An offer was extended or closed."""
+        """An offer was extended or closed: its readers are told, some at a time if they are many."""
         for claim in lease.claims.values():
-            self._tell_grown(claim)
+            if claim.follows is not None:
+                self._behind.put(claim)
+
+    def _tell_all_grown(self, claims: list[ClaimRecord]) -> None:
+        for claim in claims:
+            if claim.state is State.HELD:
+                self._tell_grown(claim)
 
     def _tell_grown(self, claim: ClaimRecord) -> None:
         lease, seen = claim.lease, claim.follows
         if lease is None or seen is None or seen >= len(lease.content.parts):
             return
         told = lease.content.after(seen)
+        if not self._may_tell(claim.peer, sum(len(span.ids) for span in told.spans)):
+            return  # it asks again
         claim.follows, claim.told = None, max(claim.told, told.parts)
         grown = Grown(
             claim=claim.key.claim,
@@ -139,3 +152,20 @@ class Answers:
             stamp=lease.stamp,
         )
         self._reply(claim.key.sender, grown)
+
+    def _may_tell(self, peer: str, size: int) -> bool:
+        """Whether a peer gets so many bytes now; small answers wait for nothing."""
+        if size <= limits.SMALL_TOLD_BYTES:
+            return True
+        now = self._context.loop.time()
+        if self._told.is_empty(peer, now):
+            return False
+        self._told.charge(peer, now, size)
+        return True
+
+
+def _untold_blocks(claim: ClaimRecord) -> int:
+    """How many blocks the reader of a claim that is held waits to be told of."""
+    if claim.lease is None or claim.follows is None:
+        return 0
+    return claim.lease.content.blocks_after(claim.follows)

@@ -32,12 +32,15 @@ class Bounds:
         """Checks whether one more may be named for this offer.
 
         Raises:
-            BadRequest: `TOO_LARGE`, this offer has too many.
+            BadRequest: `TOO_LARGE`, this offer has too many, or too many lists of block ids.
             Unavailable: `OVERLOADED`, all of its worker's do.
 
         """
         if len(lease.content.parts) >= limits.MAX_PARTS_PER_OFFER:
             text = f"the offer was extended {len(lease.content.parts)} times, the bound; close it with all that is left"
+            raise refusal(ErrorCode.TOO_LARGE, text)
+        if lease.content.spans >= limits.MAX_SPANS_PER_OFFER:
+            text = f"the offer has {lease.content.spans} lists of block ids, the bound; close it with all that is left"
             raise refusal(ErrorCode.TOO_LARGE, text)
         if self.parts[lease.pool.id] >= limits.MAX_PARTS_PER_WORKER:
             text = f"{self.parts[lease.pool.id]} parts of this worker's offers stand, the bound"

@@ -187,17 +187,18 @@ class WaitingClaims:
             leaving = next(iter(self._leaving.values()), {})
         return next(iter(leaving.values()), None)
 
-    def discard(self, claim: ClaimRecord) -> None:
-        """Takes a claim out, if it waits."""
+    def discard(self, claim: ClaimRecord) -> bool:
+        """Takes a claim out; False if it does not wait."""
         claims = self._by_offer.get(claim.offer, {})
         if claims.pop(claim.key, None) is None:
-            return
+            return False
         if not claims:
             del self._by_offer[claim.offer]
         self._of_peer -= Counter([claim.peer])
         leaving = self._leaving.get(claim.peer, {})
         if leaving.pop(claim.key, None) is not None and not leaving:
             del self._leaving[claim.peer]
+        return True
 
     def for_offer(self, offer: OfferKey) -> list[ClaimRecord]:
         """The claims that wait for this offer."""

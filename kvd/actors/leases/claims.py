@@ -47,6 +47,8 @@ class Claims(Component):
         self._expect_readers = expect_readers
         self._records: dict[ClaimKey, ClaimRecord] = {}
         self._waiting = WaitingClaims()
+        self._judging: Batch[ClaimRecord] = Batch(actor, self._judge_waiting)
+        """Those that wait, and whose offers have come or cannot come any more."""
         self._held = 0
         self._held_of: Counter[str] = Counter()
         """By peer."""
@@ -134,8 +136,12 @@ class Claims(Component):
     def _judge_again(self, claims: list[ClaimRecord]) -> None:
         # Those that are leaving come last: what they finish must not end the lease of one that is yet to be granted.
         for claim in sorted(claims, key=lambda claim: claim.state is State.LEAVING):
-            self._waiting.discard(claim)
-            self._judge(claim)
+            self._judging.put(claim)
+
+    def _judge_waiting(self, claims: list[ClaimRecord]) -> None:
+        for claim in claims:
+            if self._waiting.discard(claim):
+                self._judge(claim)
 
     def _hold(self, claim: ClaimRecord, lease: Lease) -> None:
         """Adds a claim to a lease.
@@ -156,7 +162,7 @@ class Claims(Component):
         if not self._offers.claim(lease):
             raise refusal(ErrorCode.OFFER_GONE, f"the offer {request.offer!r} has ended ({lease.reason})")
         claim.state, claim.lease = machine.TABLE.step(claim.state, Event.GRANT).state, lease
-        lease.claims[claim.key] = claim
+        lease.hold(claim)
         self._due.set(claim.key, self._context.loop.time() + request.ttl)
         self._count(claim, +1)
 
@@ -304,7 +310,7 @@ class Claims(Component):
         """Takes a claim out of its lease, which ends or goes on."""
         lease = claim.lease
         assert lease is not None  # noqa: S101 - it was held
-        del lease.claims[claim.key]
+        lease.let_go(claim)
         self._count(claim, -1)
         if finished:
             self._offers.bounds.finish(lease, claim.request)

@@ -117,6 +117,10 @@ class Content:
         last = self.state is State.CLOSED and parts == len(self.parts)
         return Portion(parts, tokens, joined(told), last)
 
+    def blocks_after(self, seen: int) -> int:
+        """How many blocks come after the first `seen` parts."""
+        return sum(_blocks(part.spans) for part in self.parts[seen:])
+
     def add(self, tokens: int, spans: Spans) -> None:
         """Takes what is named together."""
         for span in spans:

@@ -16,10 +16,12 @@ The rules, which the table below makes precise:
 - A claim that lapses (its consumer went silent) is broken alone; the lease goes on for the others.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from kvd import limits
 from kvd.actors.leases.claim import ClaimKey, ClaimRecord, OfferKey
 from kvd.actors.leases.content import Content
 from kvd.actors.runtime.machine import Step, Table
@@ -134,10 +136,27 @@ class Lease:
     """Why it ended, in the words of `Released.reason`."""
     claims: dict[ClaimKey, ClaimRecord] = field(default_factory=dict)
     """Those that are held."""
+    reading: Counter[str] = field(default_factory=Counter)
+    """How many of them are of each consumer that has not finished."""
     finished: dict[str, int] = field(default_factory=dict)
     """Readers that have finished, by consumer, as bits; not kept if consumers are not counted."""
     done: set[str] = field(default_factory=set)
     """Consumers all of whose readers have finished."""
+
+    def hold(self, claim: ClaimRecord) -> None:
+        """A claim is held from now on."""
+        self.claims[claim.key] = claim
+        if claim.request.consumer not in self.done:
+            self.reading[claim.request.consumer] += 1
+
+    def let_go(self, claim: ClaimRecord) -> None:
+        """It is held no more."""
+        del self.claims[claim.key]
+        consumer = claim.request.consumer
+        if consumer in self.reading:
+            self.reading[consumer] -= 1
+            if not self.reading[consumer]:
+                del self.reading[consumer]
 
     def finish(self, claim: Claim) -> bool:
         """One reader has all it wanted. Whether it is the first of its consumer."""
@@ -147,10 +166,15 @@ class Lease:
             self.finished[claim.consumer] = readers
             if readers.bit_count() >= claim.readers:
                 self.done.add(claim.consumer)
+                self.reading.pop(claim.consumer, None)
         return first and bool(self.consumers)
+
+    @property
+    def weight(self) -> int:
+        """How much work its end is, counted in blocks: those are given back, and claims are broken."""
+        return self.size.blocks + limits.BLOCKS_PER_CLAIM * len(self.claims)
 
     @property
     def is_read(self) -> bool:
         """Whether as many consumers have finished as it was offered to, and no other holds a claim."""
-        enough = 0 < self.consumers <= len(self.done)
-        return enough and all(claim.request.consumer in self.done for claim in self.claims.values())
+        return 0 < self.consumers <= len(self.done) and not self.reading

@@ -119,21 +119,30 @@ class Deadlines(Generic[K]):
         self._timer_at = first
         self._timer = self._loop.call_later(max(0.0, first - self._loop.time()), self._wake)
 
+    def _is_due(self, now: float) -> bool:
+        return bool(self._heap) and self._heap[0][0] <= now
+
     def _wake(self) -> None:
-        self._timer = None
         now = self._loop.time()
         late = now - self._timer_at
         stood_still = self._for_others and late > _EXACT
         moment = limits.CATCH_UP_SECONDS if late > limits.STANDSTILL_SECONDS else limits.LAST_LOOK_SECONDS
+        self._take(now, moment if stood_still else 0.0)
+
+    def _take(self, now: float, moment: float) -> None:
+        """Ends what is due at `now`, or puts it off once by `moment`: some at a time, sockets are read in between."""
+        self._timer = None
         due: list[K] = []
-        while self._heap and self._heap[0][0] <= now:
+        for _ in range(limits.BATCH_ITEMS):
+            if not self._is_due(now):
+                break
             _, _, key = heapq.heappop(self._heap)
             deadline = self._deadlines.get(key)
             if deadline is None:
                 continue
             if deadline > now:
                 self._push(key, deadline)
-            elif stood_still and key not in self._put_off:
+            elif moment and key not in self._put_off:
                 self._put_off.add(key)
                 self._deadlines[key] = now + moment
                 self._push(key, self._deadlines[key])
@@ -141,6 +150,10 @@ class Deadlines(Generic[K]):
                 del self._deadlines[key]
                 self._put_off.discard(key)
                 due.append(key)
-        self._arm()
+        if self._is_due(now):
+            self._timer_at = self._heap[0][0]
+            self._timer = self._loop.call_later(0.0, self._take, now, moment)
+        else:
+            self._arm()
         for key in due:
             self._expired(key)

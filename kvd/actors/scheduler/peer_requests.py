@@ -9,39 +9,51 @@ from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
 from kvd.actors.scheduler.pull import WAS_CANCELLED
-from kvd.actors.scheduler.transfer import TELLING, Event, State, Transfer
+from kvd.actors.scheduler.transfer import TABLE, TELLING, Event, State, Transfer
 from kvd.errors import ErrorCode, refusal
 from kvd.protocol.peer import Claim, Fence, Follow, Release, Renew, Settle
 from kvd.protocol.types import Message
 
 
-class ClaimsAhead:
-    """Claims whose tickets name no lease: they wait at the producer for offers that may not have been made yet.
+class ClaimShares:
+    """Claims by user and producer, who has room for so many of this daemon: one user leaves some to others.
 
-    Counted by user and producer, who has room for so many of this daemon: one user leaves some to others.
+    Those ahead of their offers wait at the producer, as their tickets name no lease.
     """
 
     def __init__(self) -> None:
-        self._waiting: Counter[tuple[int, str]] = Counter()
+        self._ahead: Counter[tuple[int, str]] = Counter()
+        self._open: Counter[tuple[int, str]] = Counter()
+        """Transfers that have begun and not ended, each of which may hold a claim."""
 
     def check(self, transfer: Transfer) -> None:
-        """Checks whether one more may wait.
+        """Checks whether one more may be sent.
 
         Raises:
-            Unavailable: `OVERLOADED`, too many of its user's claims do already.
+            Unavailable: `OVERLOADED`, too many of its user's wait or are held already.
 
         """
-        waiting = self._waiting[_key(transfer)]
-        if waiting >= limits.MAX_CLAIMS_AHEAD:
-            text = f"{waiting} claims of this user wait for offers at {transfer.address}, the bound; try again later"
-            raise refusal(ErrorCode.OVERLOADED, text)
+        key = _key(transfer)
+        if transfer.rank.generation == 0 and self._ahead[key] >= limits.MAX_CLAIMS_AHEAD:
+            text = f"{self._ahead[key]} claims of this user wait for offers at {transfer.address}, the bound"
+            raise refusal(ErrorCode.OVERLOADED, f"{text}; try again later")
+        if self._open[key] >= limits.MAX_CLAIMS_PER_USER:
+            text = f"{self._open[key]} reads of this user from {transfer.address} have not ended, the bound"
+            raise refusal(ErrorCode.OVERLOADED, f"{text}; try again later")
 
     def step(self, transfer: Transfer, before: State) -> None:
         """A transfer has come from another state."""
+        if transfer.rank.generation == 0:
+            _add(self._ahead, transfer, (transfer.state is State.CLAIMING) - (before is State.CLAIMING))
+        _add(self._open, transfer, (before is State.NEW) - (transfer.state in TABLE.final))
+
+
+def _add(counter: Counter[tuple[int, str]], transfer: Transfer, change: int) -> None:
+    if change:
         key = _key(transfer)
-        self._waiting[key] += (transfer.state is State.CLAIMING) - (before is State.CLAIMING)
-        if not self._waiting[key]:
-            del self._waiting[key]
+        counter[key] += change
+        if not counter[key]:
+            del counter[key]
 
 
 def _key(transfer: Transfer) -> tuple[int, str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvd import limits, plan
 from kvd.actors.runtime.pools import PeerPool, PeerView, Pool, check_complete
@@ -11,7 +11,7 @@ from kvd.layout import Dim, Full, Group
 from kvd.plan import Descriptors, Planner
 from kvd.protocol.peer import Grown
 from kvd.protocol.ticket import TicketRank
-from kvd.protocol.types import Span, Spans, joined
+from kvd.protocol.types import Span, Spans, go_on
 
 RouteKey = tuple[int, tuple[tuple[str, int, str, int], ...]]
 
@@ -106,12 +106,55 @@ def make_route(pool: Pool, ranks: Sequence[TicketRank], views: dict[str, PeerVie
     )
 
 
+class Named:
+    """The blocks that an offer has had so far, by group: what is told by little parts is not copied each time."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, int] = {}
+        self._ids: dict[int, bytearray] = {}
+        self.stops: dict[int, int] = {}
+        """The position behind the last block, by group."""
+        self.blocks = 0
+
+    def add(self, spans: Spans) -> None:
+        """Takes more, which must go on where those before it end.
+
+        Raises:
+            BadRequest: `BAD_BLOCKS`, it does not, or ids are no whole numbers of 4 bytes.
+
+        """
+        for span in spans:
+            if len(span.ids) % 4:
+                text = f"{len(span.ids)} bytes of block ids are told of group {span.group}, which is no multiple of 4"
+                raise refusal(ErrorCode.BAD_BLOCKS, text)
+            go_on(self.stops, span)
+            self._first.setdefault(span.group, span.first)
+            self._ids.setdefault(span.group, bytearray()).extend(span.ids)
+            self.blocks += len(span.ids) // 4
+
+    def all(self) -> Spans:
+        """All of them, as `kvd.protocol.types.joined` has them."""
+        return tuple(Span(group, self._first[group], bytes(ids)) for group, ids in self._ids.items())
+
+    def between(self, start: int, stop: int, groups: Sequence[Group]) -> Spans:
+        """Those that hold tokens from `start` to `stop`, of groups that attend to every token."""
+        found = []
+        for number, group in enumerate(groups):
+            if number in self._ids and isinstance(group.window, Full):
+                first = self._first[number]
+                low = max(first, start // group.block_tokens)
+                high = max(low, -(-stop // group.block_tokens))
+                found.append(Span(number, low, bytes(self._ids[number][4 * (low - first) : 4 * (high - first)])))
+        return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Told:
     """What is known of the blocks that one producer rank offers: all of them, or what the offer has had so far."""
 
     tokens: int
     spans: Spans
+    """Those that may be read: not what is read already, until it is `whole`."""
     whole: bool
     """No more will come."""
     parts: int = 0
@@ -120,6 +163,8 @@ class Told:
     """The word of the lease's stamp; 0 if there is none."""
     read: int = 0
     """So many tokens are read already."""
+    named: Named = field(default_factory=Named, compare=False)
+    """All that an offer that grows has had; what it was before it grew has the same."""
 
     @property
     def section(self) -> plan.Section:
@@ -144,16 +189,19 @@ class Told:
         if grown.parts > limits.MAX_PARTS_TOLD:
             text = f"an offer has grown to {grown.parts} parts; the bound is {limits.MAX_PARTS_TOLD}"
             raise refusal(ErrorCode.TOO_LARGE, text)
-        spans = joined([self.spans, grown.spans])
-        blocks = sum(len(span.ids) for span in spans) // 4
-        if blocks > limits.MAX_BLOCKS_PER_REQUEST:
-            text = f"an offer has grown to {blocks} blocks; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
+        named = self.named
+        named.add(grown.spans)
+        if named.blocks > limits.MAX_BLOCKS_PER_REQUEST:
+            text = f"an offer has grown to {named.blocks} blocks; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"
             raise refusal(ErrorCode.TOO_LARGE, text)
         if grown.tokens < self.tokens:
             raise refusal(ErrorCode.BAD_BLOCKS, f"an offer has gone back from {self.tokens} tokens to {grown.tokens}")
-        if not grown.closed:
-            check_complete({span.group: span.first + len(span.ids) // 4 for span in spans}, grown.tokens, groups)
-        return Told(grown.tokens, spans, grown.closed, grown.parts, grown.stamp, self.read)
+        if grown.closed:
+            spans = named.all()
+        else:
+            check_complete(named.stops, grown.tokens, groups)
+            spans = named.between(self.read, grown.tokens, groups)
+        return Told(grown.tokens, spans, grown.closed, grown.parts, grown.stamp, self.read, named)
 
 
 def is_large(source: Source, told: Told, wanted: Sequence[Span], groups: Sequence[Group]) -> bool:

@@ -18,7 +18,7 @@ from kvd.actors.runtime.pace import WarnOnce
 from kvd.actors.scheduler import transfer as machine
 from kvd.actors.scheduler.grants import Grants
 from kvd.actors.scheduler.leaving import Leaving
-from kvd.actors.scheduler.peer_requests import ClaimsAhead, PeerRequests
+from kvd.actors.scheduler.peer_requests import ClaimShares, PeerRequests
 from kvd.actors.scheduler.plans import Plans
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pull import WAS_CANCELLED, Pull
@@ -62,7 +62,7 @@ class Transfers(Component):
         self._step_pull = step_pull
         self._open: dict[int, Transfer] = {}
         self._last_number = 0
-        self._ahead = ClaimsAhead()
+        self._shares = ClaimShares()
         self._once = WarnOnce(structlog.get_logger("kvd.scheduler"), "kvd_tickets_refused_total")
         self._leaving: Leaving[Transfer] = Leaving(self._give_up)
         self._plans = Plans(scheduler, background, self._planned)
@@ -103,8 +103,8 @@ class Transfers(Component):
             for transfer in pull.transfers:
                 if transfer.number in known:
                     self._plans.plan_now(transfer)
-                elif transfer.rank.generation == 0:
-                    self._ahead.check(transfer)
+                else:
+                    self._shares.check(transfer)
         except KvdError as error:
             self._fail(transfer, error)
             return  # none of its transfers may begin
@@ -265,8 +265,7 @@ class Transfers(Component):
         before, step = transfer.state, machine.TABLE.step(transfer.state, event)
         transfer.state = step.state
         if step.state is not before:
-            if transfer.rank.generation == 0:
-                self._ahead.step(transfer, before)
+            self._shares.step(transfer, before)
             if (event, step.state) != (Event.STOP, State.DRAINING):  # it may hold its claim until it is released
                 self._requests.answered(transfer)
             if transfer.planning is not None and step.state not in (State.PLANNING, State.READING):

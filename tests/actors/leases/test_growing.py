@@ -2,6 +2,7 @@
 
 import re
 
+import msgspec
 import pytest
 
 from kvd import limits
@@ -203,6 +204,7 @@ WRONG = {
     "leaves-a-gap": (6, blocks(2, 2), False, ErrorCode.BAD_BLOCKS, "group 0 are named from position 2 on; .* end at 1"),
     "overlaps": (6, blocks(0, 2), False, ErrorCode.BAD_BLOCKS, "group 0 are named from position 0 on; .* end at 1"),
     "holds-too-little": (5, blocks(1, 2), False, ErrorCode.BAD_BLOCKS, "5 tokens are said .* group 0 hold 4"),
+    "names-none": (5, blocks(9), False, ErrorCode.BAD_BLOCKS, "5 tokens are said .* group 0 hold 2"),
     "window": (2, blocks(0, 1, group=1), False, ErrorCode.BAD_BLOCKS, "group 1 .*Sliding.* name them at the close"),
     "other-group": (2, blocks(0, 1, group=2), False, ErrorCode.BAD_BLOCKS, "group 2 is named; there are 2 groups"),
     "other-pool": (4, blocks(1, 99), False, ErrorCode.BAD_BLOCKS, "99"),
@@ -346,6 +348,7 @@ def test_what_a_worker_has_not_closed_stands_while_another_ones_session_ends(sta
     [
         ("MAX_PARTS_PER_WORKER", 1, ErrorCode.OVERLOADED),
         ("MAX_PARTS_PER_OFFER", 1, ErrorCode.TOO_LARGE),
+        ("MAX_SPANS_PER_OFFER", 1, ErrorCode.TOO_LARGE),
         ("MAX_BLOCKS_PER_REQUEST", 2, ErrorCode.TOO_LARGE),
     ],
 )
@@ -358,7 +361,7 @@ def test_what_an_offer_may_grow_to_is_bounded(stage, monkeypatch, bound, most, c
     assert str(most) in text
 
 
-@pytest.mark.parametrize("bound", ["MAX_PARTS_PER_WORKER", "MAX_PARTS_PER_OFFER"])
+@pytest.mark.parametrize("bound", ["MAX_PARTS_PER_WORKER", "MAX_PARTS_PER_OFFER", "MAX_SPANS_PER_OFFER"])
 def test_an_offer_that_may_not_be_extended_any_more_can_be_closed_or_nobody_would_be_done_with_it(
     stage, monkeypatch, bound
 ):
@@ -380,3 +383,121 @@ def test_readers_take_as_many_parts_as_an_offer_can_have(stage):
         assert extend(stage, 2 * (first + half), blocks(first, *[0] * half), closes=closes) == [Extended(7)]
     parts = len(stage.actors.leases._offers.find("w", "o").content.parts)
     assert limits.MAX_PARTS_PER_OFFER + 1 < parts <= limits.MAX_PARTS_TOLD
+
+
+def batches(monkeypatch, batch):
+    """How many items each call of a batch has handled, as they are handled."""
+    sizes, handle = [], batch._handle
+    monkeypatch.setattr(batch, "_handle", lambda items: sizes.append(len(items)) or handle(items))
+    return sizes
+
+
+def test_many_readers_are_told_of_an_extension_some_at_a_time(stage, monkeypatch):
+    monkeypatch.setattr(limits, "BATCH_BLOCKS", 4)
+    told = batches(monkeypatch, stage.actors.leases.claims._answers._behind)
+    opened(stage)
+    for number in range(5):
+        stage.asked_by_peer(claim(number, consumer=f"c{number}"))
+        stage.asked_by_peer(Follow(number, 0))
+    stage.asked_by_peer(claim(5, consumer="asks-nothing"))
+    before = len(stage.answers)
+    extend(stage, 4, blocks(0, 0, 1))
+    assert [answer.claim for _, answer in stage.answers[before:]] == list(range(5))
+    assert told == [2, 2, 1]
+
+
+def test_a_reader_whose_claim_ends_before_its_turn_comes_is_not_told(stage, monkeypatch):
+    monkeypatch.setattr(limits, "BATCH_BLOCKS", 1)
+    opened(stage)
+    for number in range(2):
+        stage.asked_by_peer(claim(number, consumer=f"c{number}"))
+        stage.asked_by_peer(Follow(number, 0))
+    answers = stage.actors.leases.claims._answers
+    tell = answers._tell_all_grown
+
+    def tell_and_release(claims):
+        tell(claims)
+        stage.actors.leases.claims.requested(b"peer", "peer", Release(1, finished=False))
+
+    monkeypatch.setattr(answers._behind, "_handle", tell_and_release)
+    extend(stage, 2, blocks(0, 0))
+    assert [answer.claim for _, answer in stage.answers if isinstance(answer, Grown)] == [0]
+
+
+def test_claims_that_waited_for_one_offer_are_judged_some_at_a_time_those_that_leave_last(stage, monkeypatch):
+    monkeypatch.setattr(limits, "BATCH_ITEMS", 2)
+    judged = batches(monkeypatch, stage.actors.leases.claims._judging)
+    for number in range(5):
+        stage.asked_by_peer(claim(number, consumer=f"c{number}"))
+    stage.asked_by_peer(Release(0, finished=True))
+    opened(stage)
+    assert [(type(answer), answer.claim) for _, answer in stage.answers] == [(Grant, number) for number in range(1, 5)]
+    assert judged == [2, 2, 1]
+    assert stage.actors.leases.claims.waiting == 0
+
+
+def test_a_claim_that_is_released_before_it_is_judged_holds_nothing(stage, monkeypatch):
+    monkeypatch.setattr(limits, "BATCH_ITEMS", 1)
+    claims = stage.actors.leases.claims
+    for number in range(2):
+        stage.asked_by_peer(claim(number))
+    judge = claims._judge_waiting
+
+    def judge_and_release(some):
+        judge(some)
+        claims.requested(b"peer", "peer", Release(1, finished=False))
+
+    monkeypatch.setattr(claims._judging, "_handle", judge_and_release)
+    opened(stage)
+    assert [answer.claim for _, answer in stage.answers] == [0]
+    assert (claims.held, claims.waiting) == (1, 0)
+
+
+def test_offers_that_many_claim_end_a_few_at_a_time_with_their_workers_session(stage, monkeypatch):
+    monkeypatch.setattr(limits, "BATCH_BLOCKS", 4 * limits.BLOCKS_PER_CLAIM)
+    ended = batches(monkeypatch, stage.actors.leases._offers._revoking)
+    for offer in range(3):
+        stage.request(Offer(1, f"o{offer}", 0, (), 30.0, SECRET, grows=True))
+        for number in range(2):
+            shown = ticket.proof(SECRET, "w", f"o{offer}", 0, ())
+            made = make_claim(10 * offer + number, offer=f"o{offer}")
+            stage.asked_by_peer(msgspec.structs.replace(made, proof=shown))
+    stage.hang_up()
+    assert ended == [2, 1]
+    assert stage.actors.leases.claims.held == 0
+
+
+def test_a_peer_is_told_of_many_blocks_at_a_pace_and_of_few_at_once(monkeypatch):
+    """Or it would have the daemon keep gigabytes, by leaving them unread on ever new connections."""
+    monkeypatch.setattr("kvd.actors.leases.answers._TOLD", RateLimit(8, 12))
+    monkeypatch.setattr(limits, "SMALL_TOLD_BYTES", 4)
+    stage = Stage()
+    stage.attach()
+    opened(stage)
+    extend(stage, 6, blocks(0, 0, 1, 2))
+    for number in range(3):
+        for sender in (b"greedy#1", b"greedy#2", b"other#1"):
+            stage.asked_by_peer(claim(number), sender)
+    told = [len(stage.asked_by_peer(Follow(number, 0), b"greedy#%d" % (1 + number % 2))) for number in range(3)]
+    assert told == [1, 0, 0]
+    assert len(stage.asked_by_peer(Follow(0, 0), b"other#1")) == 1
+    stage.run(0.2)
+    assert len(stage.asked_by_peer(Follow(1, 0), b"greedy#2")) == 1
+    extend(stage, 8, blocks(3, 3))
+    assert [len(stage.asked_by_peer(Follow(0, seen), b"greedy#2")) for seen in (0, 1)] == [0, 1]
+
+
+def test_what_a_peer_was_not_told_at_once_it_is_told_when_it_asks_again(monkeypatch):
+    monkeypatch.setattr("kvd.actors.leases.answers._TOLD", RateLimit(8, 8))
+    monkeypatch.setattr(limits, "SMALL_TOLD_BYTES", 0)
+    stage = Stage()
+    stage.attach()
+    opened(stage)
+    for number in range(2):
+        stage.asked_by_peer(claim(number))
+        stage.asked_by_peer(Follow(number, 0))
+    before = len(stage.answers)
+    extend(stage, 4, blocks(0, 0, 1))
+    assert [answer.claim for _, answer in stage.answers[before:]] == [0]
+    stage.run(1.0)
+    assert stage.asked_by_peer(Follow(1, 0)) == [Grown(1, 0, 1, 4, blocks(0, 0, 1), closed=False)]

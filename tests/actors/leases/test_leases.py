@@ -1,4 +1,5 @@
 import sys
+from collections import Counter
 
 import pytest
 from structlog.testing import capture_logs
@@ -668,6 +669,27 @@ def test_who_holds_a_claim_is_served_though_as_many_have_finished_as_were_offere
     assert released(stage) == []
     stage.asked_by_peer(Release(3, finished=False))
     assert released(stage) == [("o", "read")]
+
+
+def calls_to_end(claims):
+    """Calls of functions that the last fence makes of an offer that one consumer holds so many claims on."""
+    stage = Stage()
+    stage.attach()
+    stage.offer()
+    for number in range(claims):
+        [grant] = stage.asked_by_peer(claim(number, consumer="c"))
+    counted = Counter()
+    sys.setprofile(lambda _frame, event, _argument: counted.update([event]))
+    try:
+        stage.asked_by_peer(Fence(0, grant.generation))
+    finally:
+        sys.setprofile(None)
+    assert released(stage) == [("o", "read")]
+    return counted["call"]
+
+
+def test_the_end_of_an_offer_takes_as_many_times_longer_as_it_has_more_claims():
+    assert calls_to_end(400) < 2.2 * calls_to_end(200)
 
 
 def test_an_offer_with_an_open_end_is_read_until_its_time_is_over(stage):

@@ -91,17 +91,17 @@ class StandingStill:
     def time(self):
         return self.now
 
-    def call_later(self, delay, callback):
-        handle = Handle(None, callback, ())
+    def call_later(self, delay, callback, *args):
+        handle = Handle(None, callback, args)
         self.timers.append((self.now + delay, handle))
         return handle
 
     def run_at(self, now):
         self.now = now
-        due = [handle for at, handle in self.timers if at <= now and not handle.cancelled]
-        self.timers = [(at, handle) for at, handle in self.timers if at > now]
-        for handle in due:
-            handle.callback()
+        while due := [handle for at, handle in self.timers if at <= now and not handle.cancelled]:
+            self.timers = [(at, handle) for at, handle in self.timers if at > now]
+            for handle in due:
+                handle.callback(*handle.args)
 
 
 @pytest.fixture
@@ -170,3 +170,29 @@ def test_a_timer_that_is_on_time_moves_nothing(standing_still):
     expiry.set("a", 5.0)
     standing_still.run_at(5.0)
     assert [key for _, key in expired] == ["a"]
+
+
+def test_what_is_due_at_one_moment_ends_some_at_a_time_with_sockets_in_between(loop, monkeypatch):
+    monkeypatch.setattr(limits, "BATCH_ITEMS", 2)
+    order = []
+    expiry = Deadlines(loop, lambda key: (order.append(key), loop.call_soon(order.append, "socket")))
+    for key in "abcde":
+        expiry.set(key, 1.0)
+    expiry.set("later", 2.0)
+    loop.run_until(1.0)
+    assert order == [*"ab", "socket", "socket", *"cd", "socket", "socket", "e", "socket"]
+    loop.run_until(3.0)
+    assert order[-2:] == ["later", "socket"]
+    assert len(expiry) == 0
+
+
+def test_many_deadlines_for_others_get_the_same_moment_after_a_standstill(standing_still, monkeypatch):
+    monkeypatch.setattr(limits, "BATCH_ITEMS", 2)
+    expiry, expired = expiry_of(standing_still, for_others=True)
+    for key in "abcde":
+        expiry.set(key, 5.0)
+    standing_still.run_at(9.0)
+    assert expired == []
+    expiry.unset("d")
+    standing_still.run_at(9.0 + limits.CATCH_UP_SECONDS)
+    assert expired == [(9.0 + limits.CATCH_UP_SECONDS, key) for key in "abce"]

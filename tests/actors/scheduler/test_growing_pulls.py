@@ -3,15 +3,17 @@
 import pytest
 
 from kvd import limits
+from kvd.actors.gateway.admission import Rule
 from kvd.errors import ErrorCode
-from kvd.protocol import ticket
+from kvd.net.interface import WorkerFrame
+from kvd.protocol import codec, ticket
 from kvd.protocol.peer import Broken, Claim, Fence, Follow, Grant, Grown, Held, Release, Settle
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Cancelled, Done, Failed, Freed, Pull
 from kvd.transport.interface import Landed
 from tests.actors.scheduler.pulling import outcome
-from tests.actors.stage import CACHE, PEER_STAMPS, SECRET, ids, welcome_of
+from tests.actors.stage import CACHE, PEER_STAMPS, SECRET, Stage, ids, welcome_of
 
 GENERATION = 7
 BLOCK_OF = {int(byte): block for block, places in enumerate(CACHE.offsets[0]) for byte in places.ravel()}
@@ -272,6 +274,28 @@ def test_a_user_who_pulls_what_is_never_offered_is_refused_before_the_producer_h
     assert len(stage.asks(Claim)) == 3
 
 
+def test_a_user_who_holds_many_offers_is_refused_before_the_producer_has_no_room_for_others(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_CLAIMS_PER_USER", 2)
+    stage = Stage(rules=(Rule(pools=("*",), uid=2000),))
+    stage.attach()
+    stage.attach("other", 2, pid=2, uid=2000)
+    for number in range(3):
+        stage.pull(f"p{number}", (number,), ticket=growing_ticket(f"o{number}"))
+        if not number:
+            stage.peer_says(welcome_of())
+        stage.peer_says(Grant(number + 1, GENERATION, 1, 5))
+    refused = outcome(stage)
+    assert (refused.request, refused.code) == ("p2", ErrorCode.OVERLOADED)
+    assert "2 reads of this user from tcp://peer:1 have not ended" in refused.text
+    pull = Pull(1, "q", growing_ticket("q"), (Span(0, 0, ids(0)),), 5.0)
+    stage.actors.gateway.received(WorkerFrame(b"\2" * 16, codec.encode(pull), 2000))
+    stage.run()
+    assert len(stage.asks(Claim)) == 3
+    stage.request(Cancel(3, "p0"))
+    assert stage.pull("later", (4,), ticket=growing_ticket("later")) == []
+    assert len(stage.asks(Claim)) == 4
+
+
 def test_what_a_producer_tells_counts_as_a_part_of_the_ticket_until_the_pull_has_ended(stage, monkeypatch):
     opened = stage.actors.scheduler._targets._open
     follow(stage)
@@ -285,3 +309,23 @@ def test_what_a_producer_tells_counts_as_a_part_of_the_ticket_until_the_pull_has
     assert failed.code == ErrorCode.OVERLOADED
     assert f"{before + 12} bytes of tickets" in failed.text
     assert not opened
+
+
+def test_a_plan_of_what_has_come_gets_only_what_is_not_read_and_the_last_one_all(stage):
+    """Or each of thousands of little parts would have all blocks before it copied and checked again."""
+    follow(stage)
+    transfer = stage.actors.scheduler.transfers._open[1]
+    grown(stage, 0, 4, 0, 0, 3)
+    assert transfer.told.spans == (Span(0, 0, ids(0, 3)),)
+    stage.landed(1)
+    grown(stage, 1, 5, 2, 1, 7)
+    assert transfer.told.spans == (Span(0, 2, ids(1)),)
+    grown(stage, 2, 8, 4, closed=True)
+    assert transfer.told.spans == (Span(0, 0, ids(0, 3, 1, 7)),)
+    assert moved(stage) == [(1, 6)]
+
+
+def test_half_a_block_id_fails_the_pull(stage):
+    follow(stage)
+    stage.peer_says(Grown(1, 0, 1, 2, (Span(0, 0, ids(0) + bytes(2)),), closed=False))
+    assert (outcome(stage).code, "6 bytes of block ids" in outcome(stage).text) == (ErrorCode.BAD_BLOCKS, True)
