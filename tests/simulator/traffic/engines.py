@@ -287,7 +287,7 @@ class Router:
             return
         request = f"{sequence.name}/{worker.name}/{attempt}"
         sources = [name for each in sequence.source.workers for name in (each.name, each.daemon.name)]
-        if sequence.grows:  # what is not closed ends with the session
+        if sequence.grows or sequence.brief:  # what is not closed ends with the session, and tickets come late
             sources += [session_of(each.name) for each in sequence.source.workers]
         void = self._is_stale(joined)
         pulling = Pulling(
