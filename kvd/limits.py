@@ -264,8 +264,8 @@ MAX_CLAIMS_PER_PEER: Final = 1 << 16
 """Claims of one peer that hold offers, 1 KiB each: those of all ranks in the pulls that four workers may have open."""
 
 MAX_CLAIMS_PER_USER: Final = MAX_CLAIMS_PER_PEER // 2
-"""Those of one user's pulls at one producer, with all reads from it that have begun: pulls of what grows for ever hold
-their claims until their time is over, and other users of the daemon need some."""
+"""Those of one user's pulls at one producer that begin with a claim: pulls of what grows for ever hold theirs until
+their time is over, and other users of the daemon need some."""
 
 MAX_CONSUMERS_PER_WORKER: Final = 1 << 17
 """Consumers that have finished with one worker's offers that stand, up to 400 bytes each: 50 MiB."""

@@ -24,7 +24,7 @@ class ClaimShares:
     def __init__(self) -> None:
         self._ahead: Counter[tuple[int, str]] = Counter()
         self._open: Counter[tuple[int, str]] = Counter()
-        """Transfers that have begun and not ended, each of which may hold a claim."""
+        """Transfers that began with a claim and have not ended, each of which may hold one."""
 
     def check(self, transfer: Transfer) -> None:
         """Checks whether one more may be sent.
@@ -42,7 +42,7 @@ class ClaimShares:
             raise refusal(ErrorCode.OVERLOADED, f"{text}; try again later")
 
     def step(self, transfer: Transfer, before: State) -> None:
-        """A transfer has come from another state."""
+        """A transfer that asks has come from another state."""
         if transfer.rank.generation == 0:
             _add(self._ahead, transfer, (transfer.state is State.CLAIMING) - (before is State.CLAIMING))
         _add(self._open, transfer, (before is State.NEW) - (transfer.state in TABLE.final))

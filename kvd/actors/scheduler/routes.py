@@ -163,8 +163,8 @@ class Told:
     """The word of the lease's stamp; 0 if there is none."""
     read: int = 0
     """So many tokens are read already."""
-    named: Named = field(default_factory=Named, compare=False)
-    """All that an offer that grows has had; what it was before it grew has the same."""
+    named: Named | None = field(default=None, compare=False)
+    """All that an offer has had that has grown; what it was before its latest part has the same."""
 
     @property
     def section(self) -> plan.Section:
@@ -189,7 +189,7 @@ class Told:
         if grown.parts > limits.MAX_PARTS_TOLD:
             text = f"an offer has grown to {grown.parts} parts; the bound is {limits.MAX_PARTS_TOLD}"
             raise refusal(ErrorCode.TOO_LARGE, text)
-        named = self.named
+        named = self.named or Named()
         named.add(grown.spans)
         if named.blocks > limits.MAX_BLOCKS_PER_REQUEST:
             text = f"an offer has grown to {named.blocks} blocks; the bound is {limits.MAX_BLOCKS_PER_REQUEST}"

@@ -228,6 +228,8 @@ class Transfer(Struct, eq=False):
     """Speaks of a pool that the peer has not told us about yet."""
     stamp: int = 0
     """What the lease's word holds while the lease is alive; 0 if it is not read."""
+    asks: bool = False
+    """It begins with a claim, which counts for its user until it has ended."""
     claimed: bool = False
     """The producer was asked to hold the lease."""
     granted: bool = False

@@ -98,22 +98,23 @@ class Transfers(Component):
 
     def begin(self, pull: Pull) -> None:
         """Reads at once where stamps show that the tickets are right; asks for grants elsewhere."""
-        known = {each.number for each in pull.transfers if self._is_known(each)}
+        for transfer in pull.transfers:
+            transfer.asks = not self._is_known(transfer)
         try:
             for transfer in pull.transfers:
-                if transfer.number in known:
-                    self._plans.plan_now(transfer)
-                else:
+                if transfer.asks:
                     self._shares.check(transfer)
+                else:
+                    self._plans.plan_now(transfer)
         except KvdError as error:
             self._fail(transfer, error)
             return  # none of its transfers may begin
         for transfer in pull.transfers:
-            if transfer.number in known:
+            if transfer.asks:
+                self._step(transfer, Event.BEGIN)
+            else:
                 transfer.generation = transfer.rank.generation
                 self._step(transfer, Event.KNOWN)
-            else:
-                self._step(transfer, Event.BEGIN)
         self._check_proven(pull)
 
     def _is_known(self, transfer: Transfer) -> bool:
@@ -265,7 +266,8 @@ class Transfers(Component):
         before, step = transfer.state, machine.TABLE.step(transfer.state, event)
         transfer.state = step.state
         if step.state is not before:
-            self._shares.step(transfer, before)
+            if transfer.asks:
+                self._shares.step(transfer, before)
             if (event, step.state) != (Event.STOP, State.DRAINING):  # it may hold its claim until it is released
                 self._requests.answered(transfer)
             if transfer.planning is not None and step.state not in (State.PLANNING, State.READING):
