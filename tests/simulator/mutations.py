@@ -184,12 +184,12 @@ def an_expired_claim_still_holds_its_lease(monkeypatch):
             overdue_then(self, key)
             return
         claim = self._records[key]
-        claim.lease.claims.pop(key)
+        claim.lease.let_go(claim)
         self._offers.step(claim.lease, lease_machine.Event.UNCLAIMED, "expired")
         if self._context.loop.time() >= claim.lease.expires:
             self._offers.step(claim.lease, lease_machine.Event.EXPIRE, "expired")
         else:
-            claim.lease.claims[key] = claim
+            claim.lease.hold(claim)
 
     def fence(self, key, peer, fence):
         if held(self, key):
@@ -480,7 +480,7 @@ def lasting_reads_are_not_claimed(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_claim_lasting", lambda self: None)
 
 
-@mutation(Promise.SURVIVES, first=1200)
+@mutation(Promise.SURVIVES, first=754)
 def the_incarnation_of_a_claim_is_not_checked(monkeypatch):
     original = Offers.for_claim
     monkeypatch.setattr(Offers, "for_claim", lambda self, claim: original(self, replace(claim, incarnation=0)))
