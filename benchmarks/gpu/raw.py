@@ -20,7 +20,7 @@ from kvd.cuda.copies import copy
 from kvd.cuda.device import device
 from kvd.cuda.driver import call
 from kvd.cuda.streams import Stream
-from kvd.limits import MIB
+from kvd.limits import KIB, MIB
 from kvd.plan import Descriptors
 from kvd.transport.nixl.ucx import nixl_name
 
@@ -32,7 +32,7 @@ _SETTINGS: Final = {
 
 
 def speeds(*, quick: bool) -> dict[str, Any]:
-    """GB/s of reads of `total` bytes in blocks of each size, adjacent and scattered; every byte is compared."""
+    """GB/s of reads in blocks of each size, adjacent and scattered, every byte compared; and of one block alone, us."""
     try:
         nixl_name()
     except ImportError as error:
@@ -43,12 +43,12 @@ def speeds(*, quick: bool) -> dict[str, Any]:
     )
     with owner, device(0).current():
         try:
-            return {"blocks": _read(owner, total, rounds)}
+            return _read(owner, total, rounds)
         finally:
             owner.kill()
 
 
-def _read(owner: subprocess.Popen[bytes], total: int, rounds: int) -> list[dict[str, Any]]:
+def _read(owner: subprocess.Popen[bytes], total: int, rounds: int) -> dict[str, Any]:
     assert owner.stdout is not None  # noqa: S101 - it is a pipe
     said = next((line for line in iter(owner.stdout.readline, b"") if line.startswith(b"{")), None)
     if said is None:
@@ -72,7 +72,10 @@ def _read(owner: subprocess.Popen[bytes], total: int, rounds: int) -> list[dict[
             if not np.array_equal(got, expected):
                 raise AssertionError(f"{way} blocks of {size} bytes arrived with other bytes")
         rows.append(row)
-    return rows
+    zero = np.zeros(1, np.uint64)
+    one = Descriptors(zero, zero, np.full(1, 16 * KIB, np.uint64))
+    alone = median(6 * rounds, agent.read, peer, there["base"], one)
+    return {"blocks": rows, "one block of 16 KiB, us": 1e6 * alone}
 
 
 def _agent(name: str, size: int) -> tuple[int, RawAgent]:

@@ -188,7 +188,7 @@ def seconds_of_one_block(memory: str, *, quick: bool) -> float:
     with two_sides(memory) as (producer, consumer):
         source, target = producer.attach(16, _ALONE), consumer.attach(16, _ALONE)
         return statistics.median(
-            [_pull(source, target, f"r{turn}", [7], [9]) for turn in range(7 if quick else 31)][1:]
+            [_pull(source, target, f"r{turn}", [7], [9]) for turn in range(7 if quick else 300)][1:]
         )
 
 

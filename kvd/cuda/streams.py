@@ -26,6 +26,15 @@ class Stream:
         call("cuEventRecord", event.handle, self.handle)
         return event
 
+    def is_idle(self) -> bool:
+        """Whether all is done.
+
+        Raises:
+            DeviceError: some of it failed.
+
+        """
+        return _is_ready("cuStreamQuery", self.handle)
+
     def synchronize(self) -> None:
         """Waits until all is done, without holding up other threads.
 
@@ -61,12 +70,17 @@ class Event:
             DeviceError: some of it failed.
 
         """
-        (result,) = api().cuEventQuery(self.handle)
-        if result.name == _NOT_READY:
-            return False
-        check(result, "cuEventQuery")
-        return True
+        return _is_ready("cuEventQuery", self.handle)
 
     def close(self) -> None:
         """Destroys the event, complete or not."""
         call("cuEventDestroy", self.handle)
+
+
+def _is_ready(name: str, handle: Any) -> bool:
+    """What the driver's query `name` says."""
+    (result,) = getattr(api(), name)(handle)
+    if result.name == _NOT_READY:
+        return False
+    check(result, name)
+    return True

@@ -6,11 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from msgspec import Struct
 
+from kvd import limits
 from kvd.errors import DeviceError, InternalError, KvdError
 from kvd.transport.interface import Answered, Event, Landed, ReadFailed, TransportDied
 from kvd.transport.samehost.process_memory import copy_few
@@ -18,6 +19,13 @@ from kvd.transport.slices import U64, Chunk, Slice, SliceBounds, SliceQueue
 
 if TYPE_CHECKING:
     from kvd.transport.interface import ReadRequest
+    from kvd.transport.samehost.gpu import SmallCopies
+
+
+SMALL_BYTES: Final = limits.MIB
+SMALL_DESCRIPTORS: Final = 64
+"""Reads up to this do not wait for a thread: to wake one up, and then the loop again, took 130 to 190 us of a pull of
+1 MiB between host pools, which the loop copies in 50 to 100 (`kvd bench`, two cores)."""
 
 
 class Copy(Protocol):
@@ -86,7 +94,7 @@ class Read(Struct, eq=False):
     target: Memory
     stamp: Callable[[int], int]
     copy: Copy | None = None
-    """What threads copy it by; None for a read that is copied at once (`run_few`)."""
+    """What threads copy it by; None for a read that does without them."""
     bounds: SliceBounds | None = None
     """Of its slices, if they are not the usual ones."""
     running: int = 0
@@ -99,6 +107,12 @@ class Read(Struct, eq=False):
     placed: tuple[Chunk, U64, U64] | None = None
     """The latest chunk, with the addresses that it is copied to and from."""
 
+    @property
+    def is_small(self) -> bool:
+        """Whether it does not wait for a thread, if that can be avoided."""
+        descriptors = self.request.descriptors
+        return descriptors.bytes <= SMALL_BYTES and descriptors.count <= SMALL_DESCRIPTORS
+
     def run(self, piece: Slice) -> None:
         """Copies a slice; what goes wrong becomes the read's failure."""
         assert self.copy is not None  # noqa: S101 - threads get no other
@@ -110,7 +124,7 @@ class Read(Struct, eq=False):
         except InternalError:
             raise  # some of it may land yet: the read does not end, but the thread does, and with it the daemon
         except (OSError, KvdError) as error:
-            self._fail(error)
+            self.fail(error)
 
     def run_few(self) -> None:
         """Copies all of a small read between host memory, without arrays, which take longer than the copy."""
@@ -119,9 +133,20 @@ class Read(Struct, eq=False):
             copies = self.request.descriptors.copies
             copy_few([(self.target.at(dst, size), self.source.at(src, size), size) for src, dst, size in copies])
         except OSError as error:
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def launch(self, gpu: SmallCopies) -> None:
+        """Begins to copy all of a small read within GPUs."""
+        self.started = time.perf_counter()
+        wanted = self.request.descriptors
+        try:
+            target = self.target.addresses(wanted.dst, wanted.length)
+            gpu.launch(target, self.source.addresses(wanted.src, wanted.length), wanted.length)
+        except (OSError, KvdError) as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Takes note of what went wrong; the first counts."""
         self.failure = self.failure or f"copy from {self.request.agent!r}: {error}"
         self.device_lost |= isinstance(error, DeviceError) and error.lost
 

@@ -17,7 +17,7 @@ from kvd.transport.slices import SliceBounds
 if TYPE_CHECKING:
     from kvd.plan import Descriptors
     from kvd.protocol.export import ExportedPool
-    from kvd.transport.samehost.gpu import Gpu
+    from kvd.transport.samehost.gpu import Gpu, SmallCopies
     from kvd.transport.samehost.lent import MappedPool
 
 _log = structlog.get_logger("kvd.transport")
@@ -57,6 +57,12 @@ class Devices:
         if source.device and target.device and gpu.launches(descriptors):
             return gpu.copy_within, GPU_SLICES if source.device == target.device else _GPU_PEER_SLICES
         return gpu.copy, None
+
+    def small_copies(self, source: Memory, target: Memory, descriptors: Descriptors) -> SmallCopies | None:
+        """What launches these copies, if all are within GPUs; `copy_between` has the others."""
+        gpu = self._gpu(target.device) if source.device else None
+        some = descriptors.count and descriptors.length.all()
+        return gpu.small_copies if gpu and some and gpu.launches(descriptors) else None
 
     def pin(self, identity: str, address: int, length: int) -> None:
         """Lets GPUs copy to a host pool of ours by themselves, if the driver lets us; otherwise it copies twice."""

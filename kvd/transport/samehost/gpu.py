@@ -1,6 +1,7 @@
 """Pools in the memory of GPUs: mapped for reading, and copied by the GPU.
 
 A GPU copies between itself, other GPUs and host memory alike. Imported late: only where a pool is on a GPU.
+Threads wait for what it copies; of small copies within GPUs the loop itself sees whether they have landed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvd.cuda.memory import Mapping, check_export
 from kvd.cuda.streams import Stream
 from kvd.errors import DeviceError, ErrorCode, refusal
 from kvd.protocol.export import ExportedPool
-from kvd.transport.samehost.copies import Memory
+from kvd.transport.samehost.copies import SMALL_DESCRIPTORS, Memory
 from kvd.transport.samehost.lent import MappedPool, map_host_pool
 from kvd.transport.slices import U64
 
@@ -43,7 +44,7 @@ class Gpu:
         self._device: Device = device_of(identity)
         self._own = threading.local()
         """Each thread's stream and table: copies of several threads run beside each other."""
-        self._opened: list[Stream | CopyTable] = []
+        self._opened: list[Stream | CopyTable | SmallCopies] = []
 
     def copy(self, target: U64, source: U64, length: U64) -> None:
         """Copies `length[i]` bytes from address `source[i]` to `target[i]`; all have landed when it returns.
@@ -74,6 +75,22 @@ class Gpu:
                 return
             with _done(self._stream()) as stream:
                 kernel.copy(stream, table, target, source, length)
+
+    @functools.cached_property
+    def small_copies(self) -> SmallCopies | None:
+        """None if there is no kernel, or no memory for its table; the log says so."""
+        if self._kernel is None:
+            return None
+        try:
+            with self._device.current():
+                small = SmallCopies(self._device, self._kernel)
+        except DeviceError as error:
+            if error.lost:
+                raise
+            _log.warning("no table for small copies within GPUs: they wait for threads", reason=error.text)
+            return None
+        self._opened.append(small)
+        return small
 
     def map_pool(self, pool: ExportedPool, descriptor: int) -> MappedPool:
         """Maps a peer's pool so that this GPU reads it; the descriptor stays the caller's.
@@ -164,18 +181,67 @@ class Gpu:
         return MappedPool(pool.memory, close)
 
 
+class SmallCopies:
+    """Copies within GPUs by `kernel`, of `SMALL_DESCRIPTORS` at most, that are launched by a thread that cannot wait.
+
+    One at a time: the next may be launched once `have_landed` said so, or `wait` ended. `device` is current meanwhile.
+
+    Raises:
+        DeviceError: the driver has no memory for the table.
+
+    """
+
+    def __init__(self, device: Device, kernel: CopyKernel) -> None:
+        self._device = device
+        self._kernel = kernel
+        self._stream = Stream(device)
+        self._table = CopyTable(SMALL_DESCRIPTORS)
+
+    def launch(self, target: U64, source: U64, length: U64) -> None:
+        """Begins to copy `length[i]` bytes, that the kernel takes, from address `source[i]` to `target[i]`.
+
+        Raises:
+            DeviceError: the driver refused; nothing lands.
+
+        """
+        with self._device.current():
+            self._kernel.copy(self._stream, self._table, target, source, length)
+
+    def have_landed(self) -> bool:
+        """Whether all that was launched has landed; raises like `Gpu.copy`."""
+        with self._device.current(), _known():
+            return self._stream.is_idle()
+
+    def wait(self) -> None:
+        """Waits until all has landed; raises like `Gpu.copy`."""
+        with self._device.current(), _known():
+            self._stream.synchronize()
+
+    def close(self) -> None:
+        """Gives back what it has, once all has landed."""
+        self._table.close()
+        self._stream.close()
+
+
 @contextmanager
 def _done(stream: Stream) -> Iterator[Stream]:
-    """Waits for what was put into the stream. A context that is lost does nothing more; after other errors it may."""
+    """Waits for what was put into the stream, whatever was raised meanwhile."""
     try:
         yield stream
     finally:
-        try:
+        with _known():
             stream.synchronize()
-        except DeviceError as error:
-            if error.lost:
-                raise
-            raise refusal(ErrorCode.INTERNAL, f"{error.text}; what the GPU was told may still land") from error
+
+
+@contextmanager
+def _known() -> Iterator[None]:
+    """Tells an error after which nothing lands any more, as the context is lost, from one after which something may."""
+    try:
+        yield
+    except DeviceError as error:
+        if error.lost:
+            raise
+        raise refusal(ErrorCode.INTERNAL, f"{error.text}; what the GPU was told may still land") from error
 
 
 @contextmanager

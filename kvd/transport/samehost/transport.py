@@ -1,12 +1,13 @@
 """The transport within a host: a peer's pools are mapped for reading, and threads of ours copy.
 
 A peer that reads from us needs nothing of this process but its exporter's socket. Small reads are copied on the loop,
-as that takes less time than waking a thread up.
+or launched there if GPUs copy them, as that takes less time than waking a thread up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from kvd import limits
-from kvd.errors import ErrorCode, KvdError, refusal
+from kvd.errors import DeviceError, ErrorCode, KvdError, refusal
 from kvd.protocol.codec import encode, export_addresses
 from kvd.protocol.export import ExportAddress
 from kvd.transport.interface import (
@@ -30,6 +31,7 @@ from kvd.transport.interface import (
     Region,
     Registered,
     RegisterFailed,
+    TransportDied,
 )
 from kvd.transport.outbox import Outbox
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read
@@ -38,17 +40,16 @@ from kvd.transport.samehost.exporter import Exporter
 from kvd.transport.samehost.importer import ImportedPools, check_path, import_pools
 
 if TYPE_CHECKING:
-    from kvd.plan import Descriptors
+    from kvd.transport.samehost.gpu import SmallCopies
 
 _log = structlog.get_logger("kvd.transport")
 
 PATH: Final = "copy/memory"
 """The path to every peer (`kvd.transport.path`)."""
 
-SMALL_BYTES: Final = limits.MIB
-SMALL_DESCRIPTORS: Final = 64
-"""Reads up to this are copied on the loop, in 50 to 100 us: to wake a thread up and then the loop again took 130 to 190
-us of a pull of 1 MiB (`kvd bench`, two cores)."""
+_LOOKING: Final = 30e-6
+"""Seconds in which a small copy within a GPU that has nothing else to do has landed (`python -m benchmarks.gpu`); where
+it has, a thread waits for an engine's kernels."""
 
 
 class SameHostTransport:
@@ -98,7 +99,13 @@ class SameHostTransport:
         self._importing: dict[str, object] = {}
         """The latest attempt to import the pools of an agent."""
         self._reads: dict[int, tuple[ImportedPools, int]] = {}
-        """What the reads on threads use: the pools of a peer, and the address of one of them there."""
+        """What open reads use: the pools of a peer, and the address of one of them there."""
+        self._launched: Read | None = None
+        """The small read that a GPU copies; there is one at most."""
+        self._pings: list[int] = []
+        """Those that wait for its end."""
+        self._waits = ThreadPoolExecutor(1, "kvd-gpu")
+        """Waits for it, if it takes long."""
         self._on_event: Callable[[Event], None]
         self._stopped = False
 
@@ -279,15 +286,54 @@ class SameHostTransport:
             self._on_event(request.unproven())
             return
         read = Read(request, source, target, pools.stamp)
-        host = not source.device and not target.device  # a GPU may take any time
-        if host and _is_small(request.descriptors) and source.is_whole:
+        host = not source.device and not target.device
+        if host and read.is_small and source.is_whole:
             read.run_few()
             self._on_event(read.end())
             return
-        read.copy, read.bounds = self._devices.copy_between(source, target, request.descriptors)
         pools.use(request.remote_base)
         self._reads[request.read] = (pools, request.remote_base)
+        if read.is_small and self._launched is None:
+            small = self._devices.small_copies(source, target, request.descriptors)
+            if small is not None:
+                self._launch(read, small)
+                return
+        read.copy, read.bounds = self._devices.copy_between(source, target, request.descriptors)
         self._copies.add(read)
+
+    def _launch(self, read: Read, gpu: SmallCopies) -> None:
+        """Lets a GPU copy a small read. It may take any time beside an engine's kernels, and the loop does not wait."""
+        self._launched = read
+        read.launch(gpu)
+        try:
+            while not read.failure and not gpu.have_landed():
+                if time.perf_counter() - read.started > _LOOKING:
+                    waiting = self._loop.run_in_executor(self._waits, gpu.wait)
+                    waiting.add_done_callback(partial(self._landed, read))
+                    return
+        except KvdError as error:
+            self._end_launched(read, error)
+        else:
+            self._end_launched(read)
+
+    def _landed(self, read: Read, waiting: asyncio.Future[None]) -> None:
+        if not waiting.cancelled() and not self._stopped:
+            self._end_launched(read, waiting.exception())
+
+    def _end_launched(self, read: Read, error: BaseException | None = None) -> None:
+        """Ends the read, unless the GPU may still copy: then the daemon ends, and with it what the GPU does for it."""
+        if isinstance(error, DeviceError):
+            read.fail(error)
+        elif error is not None:
+            self._on_event(TransportDied(f"a copy of a GPU: {error}"))
+            return
+        self._launched = None
+        self._deliver(read.end())
+        if read.device_lost:
+            self._on_event(TransportDied(read.failure))
+        for number in self._pings:
+            self._copies.ping(number)
+        self._pings.clear()
 
     def _missing(self, request: ReadRequest, *, known: bool) -> str:
         if not known:
@@ -309,7 +355,10 @@ class SameHostTransport:
         """Nothing to do: peers that read need nothing of us."""
 
     def ping(self, number: int) -> None:
-        """Asks the threads for a sign of life; answered by `Answered`."""
+        """Asks the threads, and a GPU that copies a small read, for a sign of life; answered by `Answered`."""
+        if self._launched is not None:
+            self._pings.append(number)
+            return
         self._copies.ping(number)
 
     def stop(self) -> None:
@@ -320,6 +369,7 @@ class SameHostTransport:
         self._outbox.close()
         self._imports.shutdown(wait=False, cancel_futures=True)
         self._copies.stop()
+        self._waits.shutdown(wait=True)
         self._pins.shutdown(wait=True, cancel_futures=True)
         for agent in list(self._peers):
             self._forget(agent)
@@ -337,7 +387,3 @@ class SameHostTransport:
             pools, base = self._reads.pop(event.read)
             pools.release(base)
         self._on_event(event)
-
-
-def _is_small(descriptors: Descriptors) -> bool:
-    return descriptors.bytes <= SMALL_BYTES and descriptors.count <= SMALL_DESCRIPTORS
