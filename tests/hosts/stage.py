@@ -120,6 +120,17 @@ class Stage:
             if any(event["kind"] == "Reattached" for event in self.workers[name].call("wait", timeout=1)):
                 break
 
+    def notice(self, consumer, producer):
+        """Waits until the consumer's daemon does not take the producer's for one that was at its address before.
+
+        Until then it may be about to lose that one, and a pull sent in the last moment is lost with it.
+        """
+        present = self.workers[producer].call("status")["incarnation"]
+        for _ in until(f"{consumer} has met the daemon that is there now, or lost the one before"):
+            peer = self.peer(consumer, producer)
+            if peer is None or peer["state"] != "ready" or peer["incarnation"] == present:
+                break
+
     def lose_power(self, name):
         """The host's cable goes first: no connection of it is closed as far as others can see."""
         self.hosts[name].unplug()

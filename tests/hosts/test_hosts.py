@@ -91,6 +91,7 @@ def test_a_host_that_loses_power_in_mid_transfer_is_missed_in_time_and_welcome_w
 def test_a_daemon_whose_address_changes_is_found_where_its_tickets_say(stage):
     for address in ("10.77.0.101", "10.77.0.1"):
         stage.move_house("p0", address)
+        stage.notice("d0", "p0")
         stage.recover("p0", "d0")
         move_between_engines(stage)
 
