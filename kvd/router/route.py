@@ -124,6 +124,7 @@ class Router:
     async def _attempt(self, request: Request, client: Reply, attempts: Attempts) -> None:
         pair = self._affinity.find(request.body.prefixes)
         if self._needs_prefill(request, attempts):
+            await self._reach_decode(attempts)
             server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
             if not (attempts.in_turn or attempts.tried or self._decode.have(Engine.SGLANG)):
                 prefill = partial(self._prefill_answer, turn=attempts.turn)
@@ -182,6 +183,14 @@ class Router:
                 attempts.prefilled = None
             self._release(request, attempts)
         await self._attempt(request, client, attempts)
+
+    async def _reach_decode(self, attempts: Attempts) -> None:
+        """Fails if no decode server can be reached: an offer that none takes stands in the prefill engine's cache for
+        its ttl, and under load such offers soon fill that.
+        """
+        left = [server for server in self._decode.all if server not in attempts.tried]
+        if all(server.failures for server in left):
+            await self._upstream.reach(min(left, key=lambda server: server.rests_until))
 
     def _choose(self, servers: Servers, attempts: Attempts, known_by: Server | None) -> Server:
         now = time.monotonic()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from http import HTTPStatus
+from urllib.parse import urlsplit
 
 import aiohttp
 from multidict import CIMultiDict
@@ -292,6 +293,21 @@ class Upstream:
             )
         return body
 
+    async def reach(self, server: Server) -> None:
+        """Connects to it, and asks for nothing.
+
+        Raises:
+            ServerFailed: It cannot be reached.
+
+        """
+        url = urlsplit(server.url)
+        try:
+            async with asyncio.timeout(limits.CONNECT_SECONDS):
+                _, writer = await asyncio.open_connection(url.hostname, url.port)
+        except OSError as error:
+            raise _unreached(server, error) from error
+        writer.close()
+
     async def get(self, server: Server, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Status and body of what `server` answers within moments.
 
@@ -342,7 +358,12 @@ def _failure(server: Server, error: Exception) -> ServerFailed:
         case TimeoutError():
             return ServerFailed(ErrorCode.DEADLINE, server, "did not answer in time")
         case aiohttp.ClientConnectorError():
-            text = f"cannot be reached: {error.os_error.strerror or error.os_error}; is it running?"
+            return _unreached(server, error.os_error)
         case _:
             text = f"broke off: {error or type(error).__name__}"
+    return ServerFailed(ErrorCode.PEER_LOST, server, text, lost=True)
+
+
+def _unreached(server: Server, error: OSError) -> ServerFailed:
+    text = f"cannot be reached: {error.strerror or error or 'it does not answer'}; is it running?"
     return ServerFailed(ErrorCode.PEER_LOST, server, text, lost=True)

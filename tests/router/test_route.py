@@ -166,6 +166,22 @@ async def test_an_offer_that_no_decode_server_has_seen_is_taken_by_another_one()
         assert len(stage.prefill[0].bodies) == 1
 
 
+@pytest.mark.parametrize("count", [1, 2])
+async def test_while_no_decode_server_can_be_reached_no_prompt_is_computed(count: int) -> None:
+    async with routed([prefilled], [decoded] * count) as stage:
+        places = [server.place for server in stage.server._decodes.all]
+        for server in stage.server._decodes.all:
+            server.place = place("http://127.0.0.1:1")
+        for _ in range(4):
+            status, error = await stage.error()
+            assert (status, error["code"]) == (502, "peer_lost")
+            assert "cannot be reached: Connect" in error["message"]
+        assert len(stage.prefill[0].bodies) == 1
+        stage.server._decodes.all[-1].place = places[-1]
+        assert [(await stage.ask())[0] for _ in range(2)] == [200, 200]
+        assert len(stage.prefill[0].bodies) == 3
+
+
 async def test_a_server_that_failed_rests(monkeypatch) -> None:
     monkeypatch.setattr("kvd.router.servers.REST_SECONDS", 600.0)
     async with routed([prefilled], [failing, decoded]) as stage:
