@@ -53,7 +53,8 @@ class Device:
         try:
             yield
         finally:
-            call("cuCtxPopCurrent")
+            with contextlib.suppress(DeviceError):  # what was raised inside counts, else what the next call raises
+                call("cuCtxPopCurrent")
 
     def attribute(self, name: str) -> int:
         """The attribute CU_DEVICE_ATTRIBUTE_`name`; 0 if the driver does not know it."""

@@ -1,9 +1,11 @@
 """What goes wrong with a driver is said in its own words, with the call and with what to do."""
 
 import sys
+from unittest.mock import patch
 
 import pytest
 
+import kvd.cuda.device
 from kvd.cuda import driver
 from kvd.cuda.device import Device, device, device_of
 from kvd.cuda.driver import api, check
@@ -89,6 +91,17 @@ def test_the_context_is_current_only_inside():
         with gpu.current():
             assert int(driver.call("cuCtxGetCurrent")) != 0
         assert int(driver.call("cuCtxGetCurrent")) == 0
+
+
+@over_standin()
+def test_an_error_inside_is_not_replaced_by_one_of_the_call_that_ends_the_context():
+    def call(name, *arguments):
+        if name == "cuCtxPopCurrent":
+            raise DeviceError(ErrorCode.NO_DEVICE, "cuCtxPopCurrent", "CUDA_ERROR_UNKNOWN")
+        return driver.call(name, *arguments)
+
+    with patch.object(kvd.cuda.device, "call", call), pytest.raises(KeyError), device(0).current():
+        raise KeyError
 
 
 @over_standin()

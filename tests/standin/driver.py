@@ -4,12 +4,14 @@ import ctypes
 import mmap
 import os
 import re
+import struct
 from pathlib import Path
 from types import TracebackType
 
 from tests.standin.build import SOURCES
 
 _SETTINGS = re.findall(r"^SETTING\((\w+), (\d+),", (SOURCES / "settings.def").read_text(), re.MULTILINE)
+_NAMES = [name for name, _ in _SETTINGS]
 _COUNTERS = (SOURCES / "counters.def").read_text()
 
 
@@ -28,9 +30,8 @@ class StandinDriver:
 
     def set(self, **values: int) -> None:
         """Raises ValueError for a name that is no setting."""
-        names = [name for name, _ in _SETTINGS]
         for name, value in values.items():
-            self._fields[names.index(name)] = value
+            self._fields[_NAMES.index(name)] = value
 
     def __enter__(self) -> "StandinDriver":
         return self
@@ -38,6 +39,13 @@ class StandinDriver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         del self._fields
         self._shared.close()
+
+
+def change(**values: int) -> None:
+    """Like `StandinDriver.set`, from a process that has the driver."""
+    with open(os.environ["STANDIN_CONTROL"], "r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
+        for name, value in values.items():
+            struct.pack_into("=Q", shared, 8 * _NAMES.index(name), value)
 
 
 def _read(function: str, kind: str) -> dict[str, int]:

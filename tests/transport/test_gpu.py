@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+import kvd.cuda.device
 from kvd import limits
 from kvd.cuda import driver, kernel, streams
 from kvd.cuda.device import device
@@ -74,8 +75,8 @@ def test_the_stamp_is_looked_at_after_the_last_byte_has_landed():
 @over_standin(hold=1)
 def test_a_read_does_not_end_if_the_driver_cannot_tell_whether_its_bytes_have_landed_but_the_transport_does():
     def call(name, *arguments):
-        if name == "cuStreamSynchronize":
-            raise DeviceError(ErrorCode.NO_DEVICE, "cuStreamSynchronize: unknown", "CUDA_ERROR_UNKNOWN")
+        if name in ("cuStreamSynchronize", "cuCtxPopCurrent"):
+            raise DeviceError(ErrorCode.NO_DEVICE, f"{name}: unknown", "CUDA_ERROR_UNKNOWN")
         return driver.call(name, *arguments)
 
     gpu, memory, events = Gpu(device(0).uuid), Memory(0, LENGTH, device(0).uuid), Queue()
@@ -84,7 +85,7 @@ def test_a_read_does_not_end_if_the_driver_cannot_tell_whether_its_bytes_have_la
         sides = [msgspec.structs.replace(memory, address=side.base) for side in (source, target)]
         threads = CopyThreads(1, events.put)
         threads.start()
-        with patch.object(streams, "call", call):
+        with patch.object(streams, "call", call), patch.object(kvd.cuda.device, "call", call):
             request = ReadRequest(1, "peer", target.base, source.base, Descriptors(ONE, ONE, ALL))
             threads.add(Read(request, *sides, lambda _address: 0, copy))
             ended = events.get(timeout=MOMENT)

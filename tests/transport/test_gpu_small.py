@@ -2,13 +2,15 @@
 
 import asyncio
 import tempfile
+import threading
 import time
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
+import kvd.cuda.device
 from kvd.cuda import driver, kernel, streams
 from kvd.cuda.device import device
 from kvd.errors import DeviceError, ErrorCode
@@ -21,6 +23,7 @@ from kvd.transport.samehost.copies import CopyThreads
 from kvd.transport.samehost.gpu import SmallCopies
 from kvd.transport.samehost.importer import ImportedPools
 from kvd.transport.samehost.transport import SameHostTransport
+from tests.standin.driver import change, live, work
 from tests.support.gpu import over_standin
 from tests.support.patience import MOMENT
 
@@ -192,14 +195,16 @@ def test_a_small_read_does_not_end_if_the_driver_cannot_tell_whether_it_has_land
     asyncio.run(check())
 
 
-@over_standin(delay_us=1000)
+@over_standin(hold=0)
 def test_a_small_read_fails_with_the_gpu_and_the_transport_ends():
     async def check():
         async with two_sides() as sides:
-            with HASTY, patch.object(streams, "call", failing("cuStreamSynchronize", LOST)):
+            change(hold=1)
+            with HASTY:
                 sides.read(1, 5)
-                assert "the GPU is lost" in (await sides.heard(ReadFailed | Landed)).reason
-                assert "the GPU is lost" in (await sides.heard(TransportDied)).reason
+            change(device_error=719)
+            assert "CUDA_ERROR_LAUNCH_FAILED" in (await sides.heard(ReadFailed | Landed)).reason
+            assert "CUDA_ERROR_LAUNCH_FAILED" in (await sides.heard(TransportDied)).reason
 
     asyncio.run(check())
 
@@ -213,5 +218,135 @@ def test_a_small_read_that_the_driver_refuses_fails_and_the_next_one_is_copied()
                 assert "the driver cannot tell" in (await sides.heard(ReadFailed | Landed)).reason
             sides.read(2, 5)
             assert isinstance(await sides.heard(ReadFailed | Landed), Landed)
+
+    asyncio.run(check())
+
+
+@over_standin(hold=0)
+def test_a_small_read_that_the_driver_refuses_but_has_launched_ends_once_it_has_landed():
+    def call(name, *arguments):
+        result = driver.call(name, *arguments)
+        if name == "cuLaunchKernel":
+            raise UNKNOWN
+        return result
+
+    async def check():
+        async with two_sides() as sides:
+            change(hold=2)
+            before = work()["copies"]
+            with patch.object(kernel, "call", call):
+                sides.read(1, 5)
+            assert "the driver cannot tell" in (await sides.heard(ReadFailed | Landed)).reason
+            assert work()["copies"] == before + 1
+
+    asyncio.run(check())
+
+
+async def check_death(reason, *causes):
+    """What goes wrong by `causes`, while the GPU copies, is the end of the transport and not of the read."""
+    async with two_sides() as sides:
+        change(hold=1)
+        with ExitStack() as patches:
+            for cause in causes:
+                patches.enter_context(cause)
+            sides.read(1, 5)
+            assert reason in (await sides.heard(TransportDied | Landed | ReadFailed)).reason
+        sides.consumer.stop()  # the stand-in ends a process that takes away what the GPU uses
+        change(hold=0)
+
+
+@over_standin(hold=0)
+def test_a_small_read_does_not_end_if_the_driver_fails_when_it_is_waited_for_but_the_transport_does():
+    calls = patch.object(kvd.cuda.device, "call", failing("cuCtxPopCurrent", UNKNOWN))
+    waits = patch.object(streams, "call", failing("cuStreamSynchronize", UNKNOWN))
+    asyncio.run(check_death("what the GPU was told may still land", HASTY, calls, waits))
+
+
+@over_standin(hold=0)
+def test_a_small_read_does_not_end_if_the_driver_fails_before_it_is_asked_but_the_transport_does():
+    launch, fails = SmallCopies.launch, patch.object(kvd.cuda.device, "call", failing("cuCtxPushCurrent", UNKNOWN))
+
+    def launched(*arguments):
+        launch(*arguments)
+        fails.start()
+
+    launches = patch.object(SmallCopies, "launch", launched)
+    asyncio.run(check_death("what the GPU was told may still land", launches))
+
+
+@over_standin(hold=0)
+def test_whatever_is_raised_while_the_gpu_copies_is_the_end_of_the_transport():
+    asyncio.run(
+        check_death("ValueError: 12345", patch.object(SmallCopies, "have_landed", side_effect=ValueError(12345)))
+    )
+
+
+@over_standin(hold=0)
+def test_where_no_thread_can_be_had_to_wait_for_the_gpu_the_transport_ends():
+    none = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    asyncio.run(check_death("can't start new thread", HASTY, none))
+
+
+@over_standin()
+def test_a_gpu_that_is_lost_before_the_first_small_read_ends_the_read_and_the_transport():
+    async def check():
+        async with two_sides() as sides:
+            with patch.object(streams, "call", failing("cuStreamCreate", LOST)):
+                sides.read(1, 5)
+                assert "the GPU is lost" in (await sides.heard(ReadFailed | Landed)).reason
+                await sides.heard(TransportDied)
+
+    asyncio.run(check())
+
+
+@over_standin(hold=0)
+def test_without_memory_for_a_table_small_reads_are_copied_by_threads_and_no_stream_is_left():
+    async def check():
+        none = DeviceError(ErrorCode.OVERLOADED, "none left", "CUDA_ERROR_OUT_OF_MEMORY")
+        async with two_sides() as sides:
+            with patch.object(kernel, "call", failing("cuMemHostAlloc", none)):
+                sides.read(1, 5)
+                await sides.heard(Landed)
+        assert live()["streams"] == 0
+
+    asyncio.run(check())
+
+
+@over_standin(delay_us=1000)
+def test_a_small_read_ends_though_the_driver_does_not_unmap_what_it_has_read():
+    async def check():
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        async with two_sides() as sides:
+            with HASTY, patch.object(ImportedPools, "release", side_effect=UNKNOWN):
+                sides.read(1, 5)
+                await sides.heard(Landed)
+
+    asyncio.run(check())
+
+
+@over_standin(delay_us=1000)
+def test_a_sign_of_life_is_given_though_the_handler_of_the_small_reads_end_raises():
+    async def check():
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        async with two_sides() as sides:
+
+            def handle(event):
+                sides.events.put_nowait(event)
+                assert not isinstance(event, Landed)
+
+            with HASTY, patch.object(sides.consumer, "_on_event", handle):
+                sides.read(1, 5)
+                sides.consumer.ping(3)
+                assert await sides.heard(Answered) == Answered(3)
+
+    asyncio.run(check())
+
+
+@over_standin()
+def test_a_transport_that_has_stopped_reads_nothing():
+    async def check():
+        async with two_sides() as sides:
+            sides.consumer.stop()
+            sides.read(1, 5)
 
     asyncio.run(check())

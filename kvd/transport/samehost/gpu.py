@@ -20,7 +20,7 @@ from kvd.cuda.device import Device, device_of
 from kvd.cuda.kernel import CopyKernel, CopyTable
 from kvd.cuda.memory import Mapping, check_export
 from kvd.cuda.streams import Stream
-from kvd.errors import DeviceError, ErrorCode, refusal
+from kvd.errors import DeviceError, ErrorCode, KvdError, refusal
 from kvd.protocol.export import ExportedPool
 from kvd.transport.samehost.copies import SMALL_DESCRIPTORS, Memory
 from kvd.transport.samehost.lent import MappedPool, map_host_pool
@@ -44,7 +44,7 @@ class Gpu:
         self._device: Device = device_of(identity)
         self._own = threading.local()
         """Each thread's stream and table: copies of several threads run beside each other."""
-        self._opened: list[Stream | CopyTable | SmallCopies] = []
+        self._opened: list[Stream | CopyTable] = []
 
     def copy(self, target: U64, source: U64, length: U64) -> None:
         """Copies `length[i]` bytes from address `source[i]` to `target[i]`; all have landed when it returns.
@@ -78,19 +78,17 @@ class Gpu:
 
     @functools.cached_property
     def small_copies(self) -> SmallCopies | None:
-        """None if there is no kernel, or no memory for its table; the log says so."""
+        """For the thread that asks; None if there is no kernel, or the driver refuses the rest. The log says so."""
         if self._kernel is None:
             return None
         try:
             with self._device.current():
-                small = SmallCopies(self._device, self._kernel)
-        except DeviceError as error:
-            if error.lost:
-                raise
+                stream, table = self._stream(), CopyTable(SMALL_DESCRIPTORS)
+        except KvdError as error:  # if the GPU is lost, the threads say so
             _log.warning("no table for small copies within GPUs: they wait for threads", reason=error.text)
             return None
-        self._opened.append(small)
-        return small
+        self._opened.append(table)
+        return SmallCopies(self._device, self._kernel, stream, table)
 
     def map_pool(self, pool: ExportedPool, descriptor: int) -> MappedPool:
         """Maps a peer's pool so that this GPU reads it; the descriptor stays the caller's.
@@ -184,24 +182,21 @@ class Gpu:
 class SmallCopies:
     """Copies within GPUs by `kernel`, of `SMALL_DESCRIPTORS` at most, that are launched by a thread that cannot wait.
 
-    One at a time: the next may be launched once `have_landed` said so, or `wait` ended. `device` is current meanwhile.
-
-    Raises:
-        DeviceError: the driver has no memory for the table.
-
+    One at a time: the next may be launched once `have_landed` said so, or `wait` ended. Nothing else uses `stream` and
+    `table`.
     """
 
-    def __init__(self, device: Device, kernel: CopyKernel) -> None:
+    def __init__(self, device: Device, kernel: CopyKernel, stream: Stream, table: CopyTable) -> None:
         self._device = device
         self._kernel = kernel
-        self._stream = Stream(device)
-        self._table = CopyTable(SMALL_DESCRIPTORS)
+        self._stream = stream
+        self._table = table
 
     def launch(self, target: U64, source: U64, length: U64) -> None:
         """Begins to copy `length[i]` bytes, that the kernel takes, from address `source[i]` to `target[i]`.
 
         Raises:
-            DeviceError: the driver refused; nothing lands.
+            DeviceError: the driver refused; `have_landed` tells whether anything may land yet.
 
         """
         with self._device.current():
@@ -209,18 +204,13 @@ class SmallCopies:
 
     def have_landed(self) -> bool:
         """Whether all that was launched has landed; raises like `Gpu.copy`."""
-        with self._device.current(), _known():
+        with _known(), self._device.current():
             return self._stream.is_idle()
 
     def wait(self) -> None:
         """Waits until all has landed; raises like `Gpu.copy`."""
-        with self._device.current(), _known():
+        with _known(), self._device.current():
             self._stream.synchronize()
-
-    def close(self) -> None:
-        """Gives back what it has, once all has landed."""
-        self._table.close()
-        self._stream.close()
 
 
 @contextmanager

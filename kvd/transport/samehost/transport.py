@@ -108,6 +108,7 @@ class SameHostTransport:
         """Waits for it, if it takes long."""
         self._on_event: Callable[[Event], None]
         self._stopped = False
+        self._died = False
 
     @property
     def agent(self) -> str:
@@ -276,6 +277,8 @@ class SameHostTransport:
 
     def read(self, request: ReadRequest) -> None:
         """Starts a read; its number must not be that of an open one. It ends in `Landed` or `ReadFailed`."""
+        if self._stopped:
+            return
         pools = self._peers.get(request.agent)
         source = pools.find(request.remote_base) if pools else None
         target = self._pools.get(request.local_base)
@@ -304,14 +307,14 @@ class SameHostTransport:
     def _launch(self, read: Read, gpu: SmallCopies) -> None:
         """Lets a GPU copy a small read. It may take any time beside an engine's kernels, and the loop does not wait."""
         self._launched = read
-        read.launch(gpu)
         try:
-            while not read.failure and not gpu.have_landed():
+            read.launch(gpu)
+            while not gpu.have_landed():  # asked even if the driver refused: it may have launched all the same
                 if time.perf_counter() - read.started > _LOOKING:
                     waiting = self._loop.run_in_executor(self._waits, gpu.wait)
                     waiting.add_done_callback(partial(self._landed, read))
                     return
-        except KvdError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the GPU may still copy
             self._end_launched(read, error)
         else:
             self._end_launched(read)
@@ -325,15 +328,15 @@ class SameHostTransport:
         if isinstance(error, DeviceError):
             read.fail(error)
         elif error is not None:
-            self._on_event(TransportDied(f"a copy of a GPU: {error}"))
+            self._deliver(TransportDied(f"a copy of a GPU raised {type(error).__name__}: {error}"))
             return
         self._launched = None
-        self._deliver(read.end())
-        if read.device_lost:
-            self._on_event(TransportDied(read.failure))
         for number in self._pings:
             self._copies.ping(number)
         self._pings.clear()
+        self._deliver(read.end())
+        if read.device_lost:
+            self._deliver(TransportDied(read.failure))
 
     def _missing(self, request: ReadRequest, *, known: bool) -> str:
         if not known:
@@ -373,9 +376,10 @@ class SameHostTransport:
         self._pins.shutdown(wait=True, cancel_futures=True)
         for agent in list(self._peers):
             self._forget(agent)
-        for pools, base in self._reads.values():
-            pools.release(base)
-        self._devices.close()
+        if not self._died:  # else a GPU may still copy, and the end of the process gives back what it uses
+            for pools, base in self._reads.values():
+                pools.release(base)
+            self._devices.close()
         self._exporter.close()
 
     def _emit(self, event: Event) -> None:
@@ -383,7 +387,10 @@ class SameHostTransport:
         self._outbox.flush()
 
     def _deliver(self, event: Event) -> None:
-        if isinstance(event, Landed | ReadFailed):
-            pools, base = self._reads.pop(event.read)
-            pools.release(base)
-        self._on_event(event)
+        self._died |= isinstance(event, TransportDied)
+        try:
+            if isinstance(event, Landed | ReadFailed):
+                pools, base = self._reads.pop(event.read)
+                pools.release(base)
+        finally:  # a driver that does not unmap a pool does not keep the read open
+            self._on_event(event)
