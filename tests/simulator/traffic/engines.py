@@ -50,6 +50,11 @@ class Engine:
         """Whether every rank is attached."""
         return all(worker.attached for worker in self.workers)
 
+    @property
+    def trouble(self) -> int:
+        """How often its workers stood still, or lost their sessions."""
+        return sum(worker.trouble for worker in self.workers)
+
 
 @dataclass(slots=True)
 class Sequence:
@@ -73,6 +78,8 @@ class Sequence:
     """Its pulls are cancelled soon after they began, which ends its offers."""
     brief: bool = False
     """Offered so briefly that no message may be lost or late."""
+    trouble: int = 0
+    """What its source had had when it was made."""
     grows: bool = False
     """Its offers grow while it is prefilled."""
     unopened: int = 0
@@ -163,7 +170,7 @@ class Router:
         )
         self._alive.append(sequence)
         brief = calm and not cancelled and Piece.BRIEF_OFFERS in self.world.pieces and self.world.chance(0.7)
-        sequence.brief = brief
+        sequence.brief, sequence.trouble = brief, source.trouble
         sequence.grows = Piece.GROWING_OFFERS in self.world.pieces and self.world.chance(0.5)
         ttl = _BRIEF if brief else 6.0 if calm else rng.choice((0.1, 0.5, 2.0))
         self.world.note(source.name, "prefills", sequence.name, sequence.tokens, target.name)
@@ -299,7 +306,7 @@ class Router:
             began=sequence.began,
             concerned=(worker.daemon.name, *sources),
             trouble=worker.trouble + worker.daemon.pauses,
-            spoilt=not sequence.calm,
+            spoilt=not sequence.calm or (sequence.brief and sequence.source.trouble != sequence.trouble),
             brief=sequence.brief,
             sent=self.world.loop.now,
             void=void,
