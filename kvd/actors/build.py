@@ -226,7 +226,7 @@ def _delivery(  # noqa: C901 - one of each kind
                 call(actors.peer_server.network_down)
             case NetworkUp():
                 condition("network", None)
-                call(actors.peer_server.network_up, event)
+                call(actors.peer_server.network_up)
             case Answered():
                 dependencies.transport_answered(event.number)
             case TransportDied():

@@ -23,7 +23,7 @@ from kvd.net.interface import EVERY_POOL, PeerPort
 from kvd.protocol import codec
 from kvd.protocol.peer import Hello, Ping, Pong, PoolInfo, Refuse, Welcome
 from kvd.protocol.types import VERSION
-from kvd.transport.interface import Described, NetworkUp, Transport
+from kvd.transport.interface import Described, Transport
 
 _log = structlog.get_logger("kvd.handshake")
 _HELLOS: Final = RateLimit(limits.MAX_HELLOS_PER_SECOND, limits.MAX_PEERS)
@@ -80,7 +80,6 @@ class PeerServer(Component):
         self._port = port
         self._transport = transport
         self._rights = rights
-        self._metadata = transport.metadata
         self._stamps = stamps.to_bytes(8, "little")
         self._pools: dict[str, Pool] = {}
         self._parts: dict[tuple[int, ...], bytes] = {}
@@ -98,17 +97,16 @@ class PeerServer(Component):
 
     # --- our pools --------------------------------------------------------------------------------------------------
 
-    def pool_up(self, pool: Pool, metadata: bytes) -> None:
+    def pool_up(self, pool: Pool) -> None:
         """Tells peers that say hello from now on of this pool."""
         self._pools[pool.name] = pool
-        self._keys_changed(metadata)
+        self._keys_changed()
 
     def pool_down(self, pool: Pool, *, keys_end: bool) -> None:
         """Tells peers no more of this pool."""
         worker = pool.name
         self._pools.pop(worker, None)
-        self._parts.clear()
-        self._welcomes.clear()
+        self._keys_changed()
         if keys_end:
             self._told = {(key, name) for key, name in self._told if name != worker}
 
@@ -126,17 +124,16 @@ class PeerServer(Component):
 
     def network_down(self) -> None:
         """Has peers of other hosts wait for its new keys; daemons of this host need none."""
-        self._keys_changed(self._transport.metadata)
+        self._keys_changed()
         if self._network_lost is None:
             self._network_lost = self._context.loop.time()
 
-    def network_up(self, event: NetworkUp) -> None:
+    def network_up(self) -> None:
         """Tells peers that say hello from now on what they need."""
-        self._keys_changed(event.metadata)
+        self._keys_changed()
         self._network_lost = None
 
-    def _keys_changed(self, metadata: bytes) -> None:
-        self._metadata = metadata
+    def _keys_changed(self) -> None:
         self._parts.clear()
         self._welcomes.clear()
 
@@ -173,7 +170,7 @@ class PeerServer(Component):
             return
         patterns = self._rights(greeting.key)
         if patterns == EVERY_POOL:
-            self._welcome(greeting, (), self._metadata, tuple(self._pools.values()))
+            self._welcome(greeting, (), self._transport.metadata, tuple(self._pools.values()))
             return
         pools = tuple(pool for pool in self._pools.values() if covers(patterns, pool.name))
         numbers = tuple(pool.id for pool in pools)

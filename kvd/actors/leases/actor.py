@@ -126,7 +126,7 @@ class LeasesActor(Actor):
 
     # --- its pools ---------------------------------------------------------------------------------------------------
 
-    def pool_up(self, pool: Pool, _metadata: bytes) -> None:
+    def pool_up(self, pool: Pool) -> None:
         """Offers of this pool are accepted from now on."""
         self._offers.pool_up(pool)
 

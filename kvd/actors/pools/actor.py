@@ -75,7 +75,7 @@ class PoolsActor(Actor):
                 Effect.HURRY: self._hurry,
                 Effect.REFUSE: self._refuse_for_process,
                 Effect.LOOK_AGAIN: self._waits.look_again,
-                Effect.OPEN: self._open,
+                Effect.OPEN: self._up,
                 Effect.DEREGISTER: self.memory.deregister,
                 Effect.MOVE: self.memory.move,
                 Effect.CLOSE: self.memory.close,
@@ -154,10 +154,10 @@ class PoolsActor(Actor):
         self._records[request.worker] = record
         self.memory.make(record)
 
-    def _up(self, record: PoolRecord, metadata: bytes) -> None:
+    def _up(self, record: PoolRecord) -> None:
         """The pool can be used, and goes to whoever waits for it."""
         for watcher in self._watchers:
-            call(watcher.pool_up, record.pool, metadata)
+            call(watcher.pool_up, record.pool)
         renewed = record.state is State.RENEWING
         if renewed:
             _log.info("pool registered anew", pool=record.pool.name, epoch=record.pool.epoch)
@@ -279,9 +279,6 @@ class PoolsActor(Actor):
         else:
             record.pool = replace(record.pool, epoch=self._next_id())
             self._step(record, Event.QUIET)
-
-    def _open(self, record: PoolRecord) -> None:
-        self._up(record, self._transport.metadata)
 
     def _overdue(self, worker: str) -> None:
         """Nobody came for a kept pool, or a pool did not quiesce in time."""

@@ -28,7 +28,7 @@ class PoolMemory(Component):
         *,
         background: Background,
         store: PoolStore,
-        up: Callable[[PoolRecord, bytes], None],
+        up: Callable[[PoolRecord], None],
         step: Callable[[PoolRecord, Event], None],
     ) -> None:
         self.actor = actor
@@ -106,7 +106,7 @@ class PoolMemory(Component):
 
     def registered(self, event: Registered) -> None:
         """A pool can be read and written."""
-        self._up(self._by_id[event.pool], event.metadata)
+        self._up(self._by_id[event.pool])
 
     def register_failed(self, event: RegisterFailed) -> None:
         """The memory is of no use here."""

@@ -68,8 +68,8 @@ class Workers(Struct, frozen=True):
 class Watcher(Protocol):
     """Is told which pools there are, by calls."""
 
-    def pool_up(self, pool: Pool, metadata: bytes) -> None:
-        """A pool is registered. `metadata` is the transport's, which includes the pool."""
+    def pool_up(self, pool: Pool) -> None:
+        """A pool is registered: the transport's metadata includes it."""
 
     def pool_down(self, pool: Pool, *, keys_end: bool) -> None:
         """A pool is gone; it was quiet. Unless its keys end with it, it comes back, and whoever has them reads it."""

@@ -318,7 +318,7 @@ class SchedulerActor(Actor):
 
     # --- pools, drain, status ---------------------------------------------------------------------------------------
 
-    def pool_up(self, pool: Pool, _metadata: bytes) -> None:
+    def pool_up(self, pool: Pool) -> None:
         """Pulls into this pool are accepted from now on."""
         self._targets.up(pool)
 

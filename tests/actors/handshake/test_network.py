@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.protocol.peer import Hello, Ping, Pong
-from kvd.transport.interface import Described, NetworkDown, NetworkUp
+from kvd.transport.interface import Described, NetworkDown, NetworkUp, Registered
 from tests.actors.stage import INCARNATION, Stage
 
 HELLO = Hello("peer", 3, host="another")
@@ -16,8 +16,15 @@ def stage():
     return stage
 
 
-def happens(stage, event):
+def says(stage, event):
+    """The transport's metadata is then that of the event, as its interface promises."""
+    if isinstance(event, NetworkUp | Registered):
+        stage.dependencies.transport.metadata = event.metadata
     stage.dependencies.transport.on_event(event)
+
+
+def happens(stage, event):
+    says(stage, event)
     stage.run()
 
 
@@ -28,6 +35,20 @@ def test_a_hello_of_another_host_hears_that_the_daemon_lives_until_the_new_keys_
     happens(stage, NetworkUp(b"new keys"))
     (welcome,) = stage.asked_by_peer(HELLO)
     assert welcome.metadata == b"new keys"
+
+
+def test_a_pool_that_was_registered_just_before_does_not_bring_the_old_keys_back():
+    """As after a daemon stood still: it hears of all three at once."""
+    stage = Stage()
+    stage.dependencies.transport.register = lambda *_: None
+    stage.attach()
+    says(stage, Registered(1, b"old keys"))
+    says(stage, NetworkDown("signal SIGSEGV"))
+    says(stage, NetworkUp(b"new keys"))
+    stage.run()
+    (welcome,) = stage.asked_by_peer(HELLO)
+    assert welcome.metadata == b"new keys"
+    assert [pool.pool for pool in welcome.pools] == ["w"]
 
 
 def test_a_hello_that_waits_for_its_keys_as_the_transport_ends_hears_that_too_and_gets_no_keys_that_are_none():
