@@ -17,7 +17,7 @@ SGLANG_BIN  := $(SGLANG_VENV)/bin
 
 .PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang demo-across quick quick-plans quick-actors test \
   test-pure test-real test-last test-vllm test-sglang test-all test-untimed test-untimed-pure test-untimed-real test-timed \
-  test-vllm-all test-vllm-main test-vllm-faults test-sglang-all test-across test-deploy gpu-check gpu-wheels check lock clean
+  test-vllm-all test-sglang-all test-across test-deploy gpu-check gpu-wheels check lock clean
 
 setup: $(VENV)/installed
 
@@ -114,10 +114,9 @@ test-sglang: setup-sglang
 # (.ci/tools installs them); tests are skipped if one is missing. Leave the machine alone meanwhile: some are timed.
 test-all: test-untimed test-timed
 
-# Three at a time, the longest first: most of them wait for something.
 test-untimed: setup setup-vllm setup-sglang
-	@$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target test-untimed-real test-vllm-main \
-	  test-vllm-faults test-sglang-all test-across test-untimed-pure
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-untimed-pure test-untimed-real \
+	  test-vllm-all test-sglang-all test-across
 
 test-untimed-pure: setup
 	$(BIN)/python -m pytest -m "not timed and not real"
@@ -128,15 +127,8 @@ test-untimed-real: setup
 test-timed: setup
 	$(BIN)/python -m pytest -m timed
 
-test-vllm-all: test-vllm-main test-vllm-faults
-
-# What dies and what is compared at length, half of the time of all.
-VLLM_FAULTS := $(patsubst %,tests/vllm/test_%.py,chaos conversations faults states)
-test-vllm-faults: setup-vllm
-	$(VLLM_BIN)/python -m pytest $(VLLM_FAULTS)
-
-test-vllm-main: setup-vllm
-	$(VLLM_BIN)/python -m pytest $(addprefix --ignore=,$(VLLM_FAULTS)) tests/vllm tests/engines/vllm
+test-vllm-all: setup-vllm
+	$(VLLM_BIN)/python -m pytest tests/vllm tests/engines/vllm
 
 test-sglang-all: setup-sglang
 	$(SGLANG_BIN)/python -m pytest tests/sglang
