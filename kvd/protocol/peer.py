@@ -140,6 +140,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """Identifies the running kernel: the consumer expects a fast path to daemons on its own."""
     stamps: Annotated[bytes, Meta(min_length=8, max_length=8)] = bytes(8)
     """Address of the first stamp in the daemon's process, unsigned 64-bit little-endian; 0 if it has none."""
+    starts: Count = 0
+    """How often its transport to other hosts has been started again: each time its keys are others."""
 
 
 class Grant(Message, frozen=True, tag="grant"):
@@ -200,6 +202,8 @@ class Pong(Message, frozen=True, tag="pong"):
 
     number: Count
     incarnation: Count
+    starts: Count = 0
+    """As in `Welcome`."""
 
 
 LeaseAnswer = Grant | Grown | Refuse | Held | Broken | Settled

@@ -175,11 +175,11 @@ class Stage:
         self.dependencies.peer_port.on_event(PeerAnswered(link, frame))
         self.run()
 
-    def pongs(self, incarnation, link=1):
+    def pongs(self, incarnation, link=1, starts=0):
         """A heartbeat later a peer answers the last ping."""
         self.run(1.0)
         number = [message.number for to, message in self.to_peers if to == link and isinstance(message, Ping)][-1]
-        self.peer_says(Pong(number, incarnation), link)
+        self.peer_says(Pong(number, incarnation, starts), link)
 
     def asks(self, kind):
         return [message for _, message in self.to_peers if isinstance(message, kind)]

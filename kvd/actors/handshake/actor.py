@@ -180,8 +180,12 @@ class HandshakeActor(Actor):
             self._welcome(peer, reply)
         elif not isinstance(reply, Pong):
             self._lose(peer, Event.SILENT, f"it refused the handshake: {reply.text}")
-        elif peer.restarted(reply):
-            self._lose(peer, Event.RESTARTED, "it was restarted")
+        else:
+            match peer.answered(reply, self.loop.time(), self._context.settings.heartbeat):
+                case Event.RESTARTED:
+                    self._lose(peer, Event.RESTARTED, "it was restarted")
+                case Event.REFRESH:
+                    self._step(peer, Event.REFRESH)
 
     def _welcome(self, peer: Peer, reply: Welcome) -> None:
         if not peer.awaits(reply, self.loop.time()) or peer.link in self._introductions:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from kvd.actors.handshake import peer_table as machine
-from kvd.actors.handshake.peer_table import State
+from kvd.actors.handshake.peer_table import Event, State
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.pools import PeerPool, PeerView
 from kvd.protocol.peer import Ping, Pong, Welcome
@@ -70,6 +70,8 @@ class Peer:
     """That of a peer that the transport lost, and that was greeted at once."""
     believed_from: float = 0.0
     """When it may say `lost_metadata` again."""
+    renewed_from: float = -math.inf
+    """When other keys of a transport that was started again count again."""
     pings: int = 0
     awaited: int | None = None
     """The number of the last ping, until it is answered."""
@@ -108,12 +110,20 @@ class Peer:
         self.awaited = self.pings
         return Ping(self.pings)
 
-    def restarted(self, pong: Pong) -> bool:
-        """Whether the answer to the last ping comes from another run than the one that said welcome."""
-        if pong.number != self.awaited:
-            return False
+    def answered(self, pong: Pong, now: float, heartbeat: float) -> Event | None:
+        """What the answer to the last ping says: another run, or other keys, than that of its welcome; None if neither.
+
+        Other keys count once in a while only: to take them in may take a second of a core, and peers are not trusted.
+        """
+        if pong.number != self.awaited or self.welcome is None:
+            return None
         self.awaited = None
-        return self.welcome is not None and pong.incarnation != self.welcome.incarnation
+        if pong.incarnation != self.welcome.incarnation:
+            return Event.RESTARTED
+        if pong.starts == self.welcome.starts or now < self.renewed_from:
+            return None
+        self.renewed_from = now + heartbeat * _LONGEST_PAUSE
+        return Event.REFRESH
 
     def failed(self, now: float, heartbeat: float) -> None:
         """The transport lost it or could not reach it: it is greeted after a pause, longer each time.

@@ -92,6 +92,8 @@ class PeerServer(Component):
         """By peer."""
         self._network_lost: float | None = None
         """When the transport to other hosts ended, while it is being started again."""
+        self._starts = 0
+        """How often it was."""
         self._told: set[tuple[str, str]] = set()
         """(key of a peer, pool whose keys it got)."""
 
@@ -130,6 +132,7 @@ class PeerServer(Component):
 
     def network_up(self) -> None:
         """Tells peers that say hello from now on what they need."""
+        self._starts += 1
         self._keys_changed()
         self._network_lost = None
 
@@ -141,7 +144,7 @@ class PeerServer(Component):
 
     def pinged(self, sender: bytes, ping: Ping) -> None:
         """Answers a ping."""
-        self._answer(sender, Pong(ping.number, self._context.settings.incarnation))
+        self._answer(sender, Pong(ping.number, self._context.settings.incarnation, self._starts))
 
     def greeted(self, greeting: Greeting) -> None:
         """Answers a hello; those beyond a peer's rate get no answer."""
@@ -158,7 +161,7 @@ class PeerServer(Component):
     def _not_yet(self, seconds: float) -> Pong | Refuse:
         """What a peer hears that cannot read here until the transport to other hosts is back."""
         if seconds < _RETURN_SECONDS:
-            return Pong(0, self._context.settings.incarnation)
+            return Pong(0, self._context.settings.incarnation, self._starts)
         which = f"the transport of {self._context.settings.daemon} to other hosts"
         text = f"{which} ended {seconds:.0f} s ago and has not come back; its log says why"
         return Refuse(0, ErrorCode.TRANSPORT, text)
@@ -212,4 +215,5 @@ class PeerServer(Component):
             ),
             host=settings.host,
             stamps=self._stamps,
+            starts=self._starts,
         )

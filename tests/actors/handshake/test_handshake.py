@@ -538,3 +538,24 @@ def test_what_the_scheduler_knows_of_a_peer_ends_with_it(stage):
         stage.pongs(5) if "tcp://peer:1" in stage.actors.handshake._peers.by_address else stage.run(1.0)
     assert "tcp://peer:1" not in stage.actors.handshake._peers.by_address
     assert "tcp://peer:1" not in stage.actors.scheduler._producers
+
+
+def test_a_peer_whose_transport_was_started_again_is_asked_for_its_new_keys_and_not_again_and_again(stage):
+    given = []
+    add_peer = stage.dependencies.transport.add_peer
+    stage.dependencies.transport.add_peer = lambda agent, metadata, address: (
+        given.append(metadata),
+        add_peer(agent, metadata, address),
+    )
+    stage.pull(timeout=600.0)
+    stage.peer_says(welcome_of())
+    for starts in range(1, 9):
+        stage.pongs(5, starts=starts)
+        if len(stage.asks(Hello)) == 2:
+            stage.peer_says(msgspec.structs.replace(restarted_transport(), starts=starts))
+    assert given == [b"m", b"anew"]
+    assert len(stage.asks(Hello)) == 2
+    assert stage.notified == []
+    for _ in range(32):
+        stage.pongs(5, starts=9)
+    assert len(stage.asks(Hello)) == 3

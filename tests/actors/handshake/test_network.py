@@ -34,7 +34,8 @@ def test_a_hello_of_another_host_hears_that_the_daemon_lives_until_the_new_keys_
     assert stage.asked_by_peer(Ping(1)) == [Pong(1, INCARNATION)]
     happens(stage, NetworkUp(b"new keys"))
     (welcome,) = stage.asked_by_peer(HELLO)
-    assert welcome.metadata == b"new keys"
+    assert (welcome.metadata, welcome.starts) == (b"new keys", 1)
+    assert stage.asked_by_peer(Ping(2)) == [Pong(2, INCARNATION, 1)]
 
 
 def test_a_pool_that_was_registered_just_before_does_not_bring_the_old_keys_back():

@@ -310,7 +310,10 @@ class Router:
             brief=sequence.brief,
             sent=self.world.loop.now,
             void=void,
-            stale=void and sequence.source.ready and not self._is_stopped(sequence, worker),
+            stale=void
+            and sequence.source.ready
+            and not self._is_stopped(sequence, worker)
+            and not self._is_put_off(worker, joined),
         )
         self._by_request[request] = (sequence, worker)
         try:
@@ -325,6 +328,13 @@ class Router:
             worker.process.call_later(self.world.rng.random() * _EARLY, worker.cancel, request)
         if attempt % 10 <= sequence.tries:
             worker.process.call_later(self.world.rng.random(), self._again, request, joined, attempt)
+
+    def _is_put_off(self, worker: Worker, joined: str) -> bool:
+        """Whether its daemon pauses before it greets a producer that its transport did not reach."""
+        named = {rank.address for rank in ticket.decode(joined).ranks}
+        named.update([alias(address) for address in named])
+        peers = worker.daemon.actors.handshake._peers.by_address
+        return any(peers[address].greeted_from > self.world.loop.now for address in named & peers.keys())
 
     @staticmethod
     def _is_stopped(sequence: Sequence, worker: Worker) -> bool:
