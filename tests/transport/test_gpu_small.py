@@ -18,7 +18,7 @@ from kvd.limits import KIB
 from kvd.memory.cuda import CudaProvider
 from kvd.plan import Descriptors
 from kvd.transport.interface import Answered, Landed, PeerAdded, ReadFailed, ReadRequest, Region, TransportDied
-from kvd.transport.samehost import transport as samehost
+from kvd.transport.samehost import launches
 from kvd.transport.samehost.copies import CopyThreads
 from kvd.transport.samehost.gpu import SmallCopies
 from kvd.transport.samehost.importer import ImportedPools
@@ -29,9 +29,9 @@ from tests.support.patience import MOMENT
 
 LENGTH = 2 << 20
 BLOCK = 16 * KIB
-PATIENT = patch.object(samehost, "_LOOKING", MOMENT)
+PATIENT = patch.object(launches, "_LOOKING", MOMENT)
 """The loop waits for the GPU, and so for no thread."""
-HASTY = patch.object(samehost, "_LOOKING", 0.0)
+HASTY = patch.object(launches, "_LOOKING", 0.0)
 """A thread waits for the GPU."""
 
 

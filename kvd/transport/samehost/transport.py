@@ -7,16 +7,15 @@ or launched there if GPUs copy them, as that takes less time than waking a threa
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import structlog
 
 from kvd import limits
-from kvd.errors import DeviceError, ErrorCode, KvdError, refusal
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.protocol.codec import encode, export_addresses
 from kvd.protocol.export import ExportAddress
 from kvd.transport.interface import (
@@ -38,18 +37,12 @@ from kvd.transport.samehost.copies import CopyThreads, Memory, Read
 from kvd.transport.samehost.devices import Devices
 from kvd.transport.samehost.exporter import Exporter
 from kvd.transport.samehost.importer import ImportedPools, check_path, import_pools
-
-if TYPE_CHECKING:
-    from kvd.transport.samehost.gpu import SmallCopies
+from kvd.transport.samehost.launches import Launches
 
 _log = structlog.get_logger("kvd.transport")
 
 PATH: Final = "copy/memory"
 """The path to every peer (`kvd.transport.path`)."""
-
-_LOOKING: Final = 30e-6
-"""Seconds in which a small copy within a GPU that has nothing else to do has landed (`python -m benchmarks.gpu`); where
-it has, a thread waits for an engine's kernels."""
 
 
 class SameHostTransport:
@@ -100,12 +93,7 @@ class SameHostTransport:
         """The latest attempt to import the pools of an agent."""
         self._reads: dict[int, tuple[ImportedPools, int]] = {}
         """What open reads use: the pools of a peer, and the address of one of them there."""
-        self._launched: Read | None = None
-        """The small read that a GPU copies; there is one at most."""
-        self._pings: list[int] = []
-        """Those that wait for its end."""
-        self._waits = ThreadPoolExecutor(1, "kvd-gpu")
-        """Waits for it, if it takes long."""
+        self._launches = Launches(loop, self._deliver)
         self._on_event: Callable[[Event], None]
         self._stopped = False
         self._died = False
@@ -296,47 +284,13 @@ class SameHostTransport:
             return
         pools.use(request.remote_base)
         self._reads[request.read] = (pools, request.remote_base)
-        if read.is_small and self._launched is None:
+        if read.is_small and not self._launches.busy:
             small = self._devices.small_copies(source, target, request.descriptors)
             if small is not None:
-                self._launch(read, small)
+                self._launches.start(read, small)
                 return
         read.copy, read.bounds = self._devices.copy_between(source, target, request.descriptors)
         self._copies.add(read)
-
-    def _launch(self, read: Read, gpu: SmallCopies) -> None:
-        """Lets a GPU copy a small read. It may take any time beside an engine's kernels, and the loop does not wait."""
-        self._launched = read
-        try:
-            read.launch(gpu)
-            while not gpu.have_landed():  # asked even if the driver refused: it may have launched all the same
-                if time.perf_counter() - read.started > _LOOKING:
-                    waiting = self._loop.run_in_executor(self._waits, gpu.wait)
-                    waiting.add_done_callback(partial(self._landed, read))
-                    return
-        except Exception as error:  # noqa: BLE001 - whatever it is, the GPU may still copy
-            self._end_launched(read, error)
-        else:
-            self._end_launched(read)
-
-    def _landed(self, read: Read, waiting: asyncio.Future[None]) -> None:
-        if not waiting.cancelled() and not self._stopped:
-            self._end_launched(read, waiting.exception())
-
-    def _end_launched(self, read: Read, error: BaseException | None = None) -> None:
-        """Ends the read, unless the GPU may still copy: then the daemon ends, and with it what the GPU does for it."""
-        if isinstance(error, DeviceError):
-            read.fail(error)
-        elif error is not None:
-            self._deliver(TransportDied(f"a copy of a GPU raised {type(error).__name__}: {error}"))
-            return
-        self._launched = None
-        for number in self._pings:
-            self._copies.ping(number)
-        self._pings.clear()
-        self._deliver(read.end())
-        if read.device_lost:
-            self._deliver(TransportDied(read.failure))
 
     def _missing(self, request: ReadRequest, *, known: bool) -> str:
         if not known:
@@ -359,10 +313,7 @@ class SameHostTransport:
 
     def ping(self, number: int) -> None:
         """Asks the threads, and a GPU that copies a small read, for a sign of life; answered by `Answered`."""
-        if self._launched is not None:
-            self._pings.append(number)
-            return
-        self._copies.ping(number)
+        self._launches.when_idle(partial(self._copies.ping, number))
 
     def stop(self) -> None:
         """Ends the threads after the slices that they copy. Open reads get no more events."""
@@ -370,9 +321,9 @@ class SameHostTransport:
             return
         self._stopped = True
         self._outbox.close()
+        self._launches.stop()
         self._imports.shutdown(wait=False, cancel_futures=True)
         self._copies.stop()
-        self._waits.shutdown(wait=True)
         self._pins.shutdown(wait=True, cancel_futures=True)
         for agent in list(self._peers):
             self._forget(agent)
