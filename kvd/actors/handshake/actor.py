@@ -180,12 +180,10 @@ class HandshakeActor(Actor):
             self._welcome(peer, reply)
         elif not isinstance(reply, Pong):
             self._lose(peer, Event.SILENT, f"it refused the handshake: {reply.text}")
-        else:
-            match peer.answered(reply, self.loop.time(), self._context.settings.heartbeat):
-                case Event.RESTARTED:
-                    self._lose(peer, Event.RESTARTED, "it was restarted")
-                case Event.REFRESH:
-                    self._step(peer, Event.REFRESH)
+        elif (event := peer.answered(reply, self.loop.time(), self._context.settings.heartbeat)) is Event.RESTARTED:
+            self._lose(peer, event, "it was restarted")
+        elif event is not None:
+            self._step(peer, event)
 
     def _welcome(self, peer: Peer, reply: Welcome) -> None:
         if not peer.awaits(reply, self.loop.time()) or peer.link in self._introductions:
