@@ -183,7 +183,7 @@ class HandshakeActor(Actor):
         elif (event := peer.answered(reply, self.loop.time(), self._context.settings.heartbeat)) is Event.RESTARTED:
             self._lose(peer, event, "it was restarted")
         elif event is not None:
-            self._step(peer, event)
+            self.failed(PeerFailed(peer.agent, "its transport to other hosts was started again"))
 
     def _welcome(self, peer: Peer, reply: Welcome) -> None:
         if not peer.awaits(reply, self.loop.time()) or peer.link in self._introductions:

@@ -111,7 +111,7 @@ class Peer:
         return Ping(self.pings)
 
     def answered(self, pong: Pong, now: float, heartbeat: float) -> Event | None:
-        """What the answer to the last ping says: another run, or other keys, than that of its welcome; None if neither.
+        """What the answer to the last ping tells that its welcome did not: another run, or other keys to its memory.
 
         Other keys count once in a while only: to take them in may take a second of a core, and peers are not trusted.
         """
@@ -120,10 +120,11 @@ class Peer:
         self.awaited = None
         if pong.incarnation != self.welcome.incarnation:
             return Event.RESTARTED
-        if pong.starts == self.welcome.starts or now < self.renewed_from:
+        far = self.state in _READY and self.reached is not None and not self.reached.same_host
+        if not far or pong.starts == self.welcome.starts or now < self.renewed_from:
             return None
         self.renewed_from = now + heartbeat * _LONGEST_PAUSE
-        return Event.REFRESH
+        return Event.UNREACHABLE
 
     def failed(self, now: float, heartbeat: float) -> None:
         """The transport lost it or could not reach it: it is greeted after a pause, longer each time.

@@ -37,7 +37,7 @@ class Event(StrEnum):
     UNREACHABLE = "unreachable"
     """the transport cannot reach it (any more)"""
     REFRESH = "refresh"
-    """a pull needs a pool that it did not have when it said welcome, or its transport was started again"""
+    """a pull needs a pool that it did not have when it said welcome"""
     SILENT = "silent"
     """three heartbeats without an answer"""
     RESTARTED = "restarted"

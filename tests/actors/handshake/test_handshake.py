@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from kvd import limits
+from kvd.actors.handshake.peer import Peer
 from kvd.actors.handshake.peer_table import State
 from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode
@@ -555,9 +556,21 @@ def test_a_peer_whose_transport_was_started_again_is_asked_for_its_new_keys_and_
             stage.peer_says(msgspec.structs.replace(restarted_transport(), starts=starts))
     assert given == [b"m", b"anew"]
     assert len(stage.asks(Hello)) == 2
+    assert [failed.code for failed in stage.notified] == ["peer_lost"], "what was under way is lost, as after any loss"
+
+
+def test_other_keys_of_a_transport_that_is_not_used_within_the_host_change_nothing(stage):
+    stage.same_host = True
+    stage.pull(timeout=600.0)
+    stage.peer_says(welcome_of())
+    for starts in range(1, 4):
+        stage.pongs(5, starts=starts)
+    assert len(stage.asks(Hello)) == 1
     assert stage.notified == []
-    heartbeats = 8
-    while len(stage.asks(Hello)) == 2:
-        stage.pongs(5, starts=9)
-        heartbeats += 1
-    assert heartbeats == 33
+
+
+def test_other_keys_count_once_in_32_heartbeats():
+    peer = Peer("tcp://peer:1", 1, silent_from=0.0, state=State.READY, welcome=welcome_of())
+    peer.reached = PeerAdded("peer#1", b"m")
+    told = [peer.answered(Pong(peer.ping().number, 5, 1 + second), float(second), 1.0) for second in range(70)]
+    assert [second for second, event in enumerate(told) if event is not None] == [0, 32, 64]
