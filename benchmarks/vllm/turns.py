@@ -105,7 +105,6 @@ async def _round(
 ) -> None:
     """A conversation each way, in turns; who comes first changes from turn to turn and from round to round."""
     talks = {way: Conversation(talking, f"{way} {number}", number, router=router) for way, router in routers.items()}
-    kept = await talking.turns("kept")
     for place, turn in enumerate(turns):
         for way, talk in list(talks.items())[:: 1 if (number + place) % 2 else -1]:
             before, body = await talking.prefilled(), talk.body(plan.answered, plan.asked)
@@ -114,7 +113,7 @@ async def _round(
             counted = await talking.prefilled_since(before, len(body["prompt"]), turns=0)
             turn.prefilled[way].append(counted["computed"])
             advance()
-        await talking.asked(kept + place + 1)
+        await talking.asked()
 
 
 def report(turns: Sequence[Turn], plan: Plan) -> Iterator[str]:

@@ -38,12 +38,12 @@ async def alone(talking: Talking, body: dict[str, Any]) -> Any:
 
 
 async def test_five_turns_compute_what_is_new_and_say_what_one_server_says(talking: Talking) -> None:
-    talk, kept = conversation(talking), await talking.turns("kept")
+    talk = conversation(talking)
     said = []
     for number in range(TURNS):
         before, early, body = await talking.prefilled(), await talking.early(), talk.body()
         said.append((body, await talk.turn(body)))
-        await talking.asked(kept + number + 1)
+        await talking.asked()
         counted = await talking.prefilled_since(before, len(body["prompt"]), turns=int(number > 0))
         if number:
             # All but the answer's last token, which was never computed on, and the question.
@@ -60,12 +60,13 @@ async def test_five_turns_compute_what_is_new_and_say_what_one_server_says(talki
 
 async def test_a_chat_goes_on_by_its_messages_alone(talking: Talking) -> None:
     messages: list[dict[str, str]] = []
-    kept, before = await talking.turns("kept"), await talking.prefilled()
+    before = await talking.prefilled()
     for number in range(3):
         words = " ".join(f"t{WORDS[(7 * number + place) % len(WORDS)]}" for place in range(ASKED))
         messages.append({"role": "user", "content": words})
         messages.append({"role": "assistant", "content": await chat(talking.router.url, talking.model, messages)})
-        await talking.asked(kept + number + 1)
+        talking.answered += 1
+        await talking.asked()
     counted = await talking.prefilled_since(before, 0, turns=2)
     assert counted["pulled"] == 2, counted
     turns = range(1, len(messages), 2)
@@ -93,9 +94,8 @@ async def test_a_turn_that_nobody_asks_for_ends_by_its_time_and_is_computed_then
 
 async def test_a_turn_of_other_tokens_is_computed_from_where_they_differ(talking: Talking) -> None:
     talk = conversation(talking)
-    kept = await talking.turns("kept")
     await talk.turn(talk.body())
-    await talking.asked(kept + 1)
+    await talking.asked()
     before = await talking.prefilled()
     talk.tokens[ASKED + 300] = 2 + (talk.tokens[ASKED + 300] + 1) % 500
     body = talk.body()
@@ -108,9 +108,9 @@ async def test_a_turn_of_other_tokens_is_computed_from_where_they_differ(talking
 
 
 async def test_a_decode_side_that_is_killed_between_turns_costs_a_turn_and_no_token(talking: Talking) -> None:
-    talk, kept = conversation(talking), await talking.turns("kept")
+    talk = conversation(talking)
     await talk.turn(talk.body())
-    await talking.asked(kept + 1)
+    await talking.asked()
     decode, daemon = talking.pair.decode, talking.pair.daemons["decode"]
     decode.kill()
     daemon.kill()
@@ -126,12 +126,12 @@ async def test_a_decode_side_that_is_killed_between_turns_costs_a_turn_and_no_to
 @pytest.mark.parametrize("model", ["gemma", "llama4"])
 async def test_windows_travel_back_with_all_of_a_turn(shared: Shared, model: str) -> None:
     talking = await shared.compared(model)
-    talk, kept = conversation(talking), await talking.turns("kept")
+    talk = conversation(talking)
     said = []
     for number in range(3):
         before, body = await talking.prefilled(), talk.body()
         said.append((body, await talk.turn(body)))
-        await talking.asked(kept + number + 1)
+        await talking.asked()
         counted = await talking.prefilled_since(before, len(body["prompt"]), turns=int(number > 0))
         assert counted["computed"] <= ASKED + 1, counted
         assert counted["pulled"] == (number > 0)

@@ -33,6 +33,10 @@ class Talking:
         self.router = RouterProcess(folder, self.pair.prefill, self.pair.decode)
         for server in (self.pair.prefill, self.pair.decode, self.single):
             server.flags = (*LONGER, "--chat-template", TEMPLATE)
+        self.answered = 0
+        """Turns that the router has answered."""
+        self._lost = 0.0
+        """Those of them that were not kept, as far as `asked` has told."""
 
     @property
     def services(self) -> list[Service]:
@@ -71,13 +75,15 @@ class Talking:
         """Requests that both servers got at once, and that went well so."""
         return (await scrape(self.router)).total("kvd_router_early_total", outcome="done")
 
-    async def asked(self, kept: float) -> None:
-        """Waits until the router has the parameters of so many turns that the decode server has `kept`."""
+    async def asked(self) -> None:
+        """Waits until the router has asked the decode server for what it keeps of each turn so far, which is all."""
 
         async def has() -> bool:
-            return await self.turns("kept") >= kept
+            return await self.turns("kept") + await self.turns("not_kept") >= self.answered
 
         await until(has)
+        lost, self._lost = self._lost, await self.turns("not_kept")
+        assert self._lost == lost, f"the decode server keeps nothing of {self._lost - lost:.0f} turns"
 
 
 @dataclass
@@ -100,5 +106,6 @@ class Conversation:
         """Asks the router. The next turn goes on from the answer."""
         router = self.router or self.talking.router
         got = await complete(router.url, body, headers={"X-Conversation-Id": self.name})
+        self.talking.answered += router is self.talking.router
         self.tokens += got.tokens
         return got
