@@ -10,12 +10,19 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 
-# --- messages -------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 MAX_MESSAGE_BYTES: Final = 16 * MIB
 """One frame on any socket. A ticket of 1,000,000 block ids is 4 MiB; four times no honest message has."""
 
 MAX_PEER_REQUEST_BYTES: Final = MIB
 """One frame of a peer that connected to us, its routing id included. The largest, 65,536 renewals, takes 576 KiB."""
+
+MAX_UNFINISHED_BYTES_PER_USER: Final = 32 * MIB
+"""Unfinished frames on all sessions of one user, and as much on its connections to the request socket: eight of the
+largest specs at once, two of the largest tickets."""
+
+MAX_UNFINISHED_BYTES_OF_STRANGERS: Final = 128 * MIB
+"""The same of all users but root and the daemon's own: some have thousands of user ids."""
 
 MAX_NAME_BYTES: Final = 128
 """Worker, pool and daemon names: they become labels, log fields and file names."""
@@ -32,6 +39,13 @@ MAX_CONFIG_BYTES: Final = MIB
 MAX_ERROR_TEXT: Final = 2000
 """Characters of an error's text in a message; the rest is cut."""
 
+SECRET_BYTES: Final = 16
+"""An offer's secret, and the proof of knowing it: 128 bits."""
+
+STAMP_BYTES: Final = 16
+"""A lease's stamp: its pool's epoch, and a hash of 64 bits, which are written atomically."""
+
+# --- layouts and pools ------------------------------------------------------------------------------------------------
 MAX_SPEC_BYTES: Final = 4 * MIB
 """An encoded `CacheSpec`: 1,000 layers with every dimension spelled out stay below 1 MiB."""
 
@@ -39,36 +53,12 @@ MAX_IDENTITY_FIELDS: Final = 32
 MAX_IDENTITY_BYTES: Final = 1024
 """Of one value of a spec's identity: a model's path may be long. Refusals name two of them."""
 
-MAX_SESSION_FRAME_BYTES: Final = MAX_SPEC_BYTES + 64 * KIB
-"""One request on a session; the largest, an attach, is a spec and a little more."""
-
-MAX_UNFINISHED_BYTES_PER_USER: Final = 32 * MIB
-"""Unfinished frames on all sessions of one user, and as much on its connections to the request socket: eight of the
-largest specs at once, two of the largest tickets."""
-
-MAX_UNFINISHED_BYTES_OF_STRANGERS: Final = 128 * MIB
-"""The same of all users but root and the daemon's own: some have thousands of user ids."""
-
-RESERVED_DESCRIPTORS: Final = 64
-"""The last ones that the process may have (an eighth, if that is fewer): no connection gets them, for pools, pidfds and
-logs must."""
-
-MAX_CLOSING_PER_USER: Final = 64
-"""Descriptors that processes of one user passed and that are not closed yet, as that may take for ever. With more its
-connections are refused."""
-
-MAX_CLOSING_USERS: Final = 64
-"""Users with a thread of their own that closes such descriptors; all others share one."""
-
 MAX_SPEC_LAYERS: Final = 1024
 """Layers over all views of a spec: twice 128 layers of four components. With a view each, 160 ms of the loop."""
 
 MAX_SPEC_COORDINATES: Final = 1 << 21
 """Heads, tokens, taps and channels over all views of a spec, which plans enumerate: twice those of a Mamba1 of 64
 layers with a view each."""
-
-MAX_BLOCKS_PER_REQUEST: Final = 1 << 20
-"""Block ids that one offer or pull may name, over all groups: 16 M tokens in blocks of 16."""
 
 MAX_BLOCKS: Final = 1 << 27
 """Blocks of one pool, over all arenas: 1 TiB in blocks of 8 KiB. Its daemon keeps 4 bytes for each, which take memory
@@ -87,21 +77,29 @@ MAX_GROUPS: Final = 256
 MAX_RANKS: Final = 1024
 """Producer ranks in one ticket."""
 
-DAEMON_BYTES: Final = 64 * MIB
-"""Left for the daemon itself where its cgroup has a limit: what its tables and queues grow by beside its pools."""
-
 MAX_POOLS: Final = 1024
 """Pools of one daemon, kept ones included; a daemon serves one GPU, a handful is usual."""
 
-MAX_METADATA_BYTES: Final = MIB
-"""A daemon's transport metadata: 1 KiB, and some hundred bytes per pool."""
+MAX_POOLS_PER_USER: Final = 64
+"""Pools of one user, lent or kept for a successor."""
 
-MAX_OWN_METADATA_BYTES: Final = MAX_METADATA_BYTES - 8 * KIB
-"""What the transport's process may say of itself: beside it there is what daemons of this host need."""
+DAEMON_BYTES: Final = 64 * MIB
+"""Left for the daemon itself where its cgroup has a limit: what its tables and queues grow by beside its pools."""
 
-MAX_ROUTE_STEPS: Final = 1 << 15
-"""Ranks of the producing engine, times those of the consuming one, times the head counts of their views: the event
-loop works out who reads from whom once for each peer, in a few microseconds each if every rank holds the same heads."""
+RESERVED_DESCRIPTORS: Final = 64
+"""The last ones that the process may have (an eighth, if that is fewer): no connection gets them, for pools, pidfds and
+logs must."""
+
+MAX_CLOSING_PER_USER: Final = 64
+"""Descriptors that processes of one user passed and that are not closed yet, as that may take for ever. With more its
+connections are refused."""
+
+MAX_CLOSING_USERS: Final = 64
+"""Users with a thread of their own that closes such descriptors; all others share one."""
+
+# --- plans and routes -------------------------------------------------------------------------------------------------
+MAX_BLOCKS_PER_REQUEST: Final = 1 << 20
+"""Block ids that one offer or pull may name, over all groups: 16 M tokens in blocks of 16."""
 
 MAX_DESCRIPTORS: Final = 1 << 24
 """Descriptors of one transfer: 400 MB of arrays. Layouts that need more do not suit each other."""
@@ -139,50 +137,13 @@ MAX_ROUTE_UNITS: Final = 1 << 19
 """Units that blocks are cut into where their sizes differ, on both sides and from all ranks: 32 ranks of 32 different
 strides take half of it to read blocks of 4,096 tokens into blocks of 16. Each takes 8 bytes of a route."""
 
+MAX_ROUTE_STEPS: Final = 1 << 15
+"""Ranks of the producing engine, times those of the consuming one, times the head counts of their views: the event
+loop works out who reads from whom once for each peer, in a few microseconds each if every rank holds the same heads."""
+
 MAX_ROUTED_AT_ONCE: Final = 1 << 13
 """Parts of a block (each head and token of each layer, on both sides) up to which the event loop works out a route, in
 some ms. Longer ones are left to a thread: 80 layers of 8 heads and 16 tokens have 10,240 for each of K and V."""
-
-# --- queues ---------------------------------------------------------------------------------------------------------
-MAILBOX_MESSAGES: Final = 1 << 22
-"""Messages waiting in one actor: one for each producer rank of all workers' pulls (`MAX_WORKERS` times
-`MAX_RANKS_PER_WORKER`), perhaps all of one peer. More is impossible, so an overflow is a bug and stops the daemon."""
-
-INTAKE_CLOSES: Final = 256
-INTAKE_OPENS: Final = 64
-"""Messages waiting in all actors at which sockets are no longer read, and are read again: what one turn delivers, and
-a quarter of it. So a frame waits for a few milliseconds of work, however much others send."""
-
-BATCH_ITEMS: Final = 1024
-"""Deadlines and similar that passed at once and one message handles, in some 10 ms; the next handles the others."""
-
-BATCH_BLOCKS: Final = 1 << 14
-"""Blocks that one such message gives back, of offers that have ended: 5 ms, 20 where other offers have them, too."""
-
-FAILURES_LOGGED_PER_SECOND: Final = 1.0
-"""Log lines about messages that an actor could not handle; `kvd_actor_failures_total` counts all."""
-
-MESSAGES_PER_TURN: Final = 256
-"""Messages between actors that are delivered before sockets and timers get a turn: about 2 ms."""
-
-MAX_REQUESTS_PER_WORKER: Final = 4096
-"""Open offers and pulls of one worker; more are refused as overloaded."""
-
-MAX_RANKS_PER_WORKER: Final = 16_384
-"""Producer ranks in the tickets of one worker's open pulls: as many pulls as it may have, of four ranks each."""
-
-MAX_TICKET_BYTES_PER_WORKER: Final = 64 * MIB
-"""Tickets of one worker's open pulls, in memory: 12 M block ids. They stay there until their pull ends."""
-
-MAX_TICKET_SPANS: Final = 1 << 14
-"""Spans of one ticket, over its lists of blocks: of 1,024 ranks with a list each, of 16 groups. As text they may have 8
-characters each, and the loop takes milliseconds to make them."""
-
-MAX_LEAVING: Final = 1024
-MAX_LEAVING_TICKET_BYTES: Final = 16 * MIB
-"""One worker's pulls that were cancelled before their producers' daemons were known, and as many transfers of which a
-producer is told that their readers will not come; and their tickets in memory: those of a batch of requests that is
-aborted. The oldest are given up beyond it, and their offers end by their time."""
 
 MAX_ROUTED_RANKS: Final = 16_384
 """Producer ranks in the routes that are kept: tickets may name ranks in any order, and pools come and go while their
@@ -194,64 +155,118 @@ DESCRIPTORS_PER_RANK: Final = 1024
 MAX_ROUTES_WAITING: Final = 256
 """Long routes of one user that wait to be worked out: from 32 engines, for each of 8 own pools."""
 
-SPAN_BYTES: Final = 128
-"""What a span of a ticket takes in memory beside its block ids; as text it may have 6 bytes."""
+# --- actors -----------------------------------------------------------------------------------------------------------
+MAILBOX_MESSAGES: Final = 1 << 22
+"""Messages waiting in one actor: one for each producer rank of all workers' pulls (`MAX_WORKERS` times
+`MAX_RANKS_PER_WORKER`), perhaps all of one peer. More is impossible, so an overflow is a bug and stops the daemon."""
 
-MAX_PARTS_PER_OFFER: Final = 4096
-"""Extensions of one offer: 2 M tokens in chunks of 512. A reader that asks for all of them takes 2 ms of the loop,
-their end 10 ms."""
+INTAKE_CLOSES: Final = 256
+INTAKE_OPENS: Final = 64
+"""Messages waiting in all actors at which sockets are no longer read, and are read again: what one turn delivers, and
+a quarter of it. So a frame waits for a few milliseconds of work, however much others send."""
 
-MAX_SPANS_PER_OFFER: Final = 1 << 16
-"""Spans in all of these: 16 groups of layers each time. They are joined when it is closed, in 11 ms of the loop."""
+MESSAGES_PER_TURN: Final = 256
+"""Messages between actors that are delivered before sockets and timers get a turn: about 2 ms."""
 
-MAX_PARTS_PER_WORKER: Final = 1 << 18
-"""Spans in all that one worker's offers that stand have named, and extensions without any, which are kept until those
-end, 250 bytes each: 64 MiB. A prompt of 100,000 tokens in chunks of 512 makes 200, for each group of layers."""
+BATCH_ITEMS: Final = 1024
+"""Deadlines and similar that passed at once and one message handles, in some 10 ms; the next handles the others."""
 
-MAX_PART_BLOCKS: Final = 1 << 14
-"""Block ids of an offer that grows which its reader is told of at once, 64 KiB: 256,000 tokens in blocks of 16. 4,096
-such answers may wait to be read by one peer."""
+BATCH_BLOCKS: Final = 1 << 14
+"""Blocks that one such message gives back, of offers that have ended: 5 ms, 20 where other offers have them, too."""
 
-MAX_TOLD_BYTES: Final = 64 * MIB
-MAX_TOLD_BYTES_PER_SECOND: Final = 16 * MIB
-SMALL_TOLD_BYTES: Final = 4 * KIB
-"""Bytes of such answers that one peer gets at once, and a second; it asks again for what is left. One that leaves them
-unread on ever new connections would fill the memory, and honest ones read blocks of hundreds of gigabytes in that time.
-Answers of up to 1,024 blocks do not count: they are as long as other messages."""
+FAILURES_LOGGED_PER_SECOND: Final = 1.0
+"""Log lines about messages that an actor could not handle; `kvd_actor_failures_total` counts all."""
 
-BLOCKS_PER_SPAN: Final = 16
-"""As so many ids a span counts there: it takes as long to join."""
+PREDECESSOR_SECONDS: Final = 15.0
+"""How long a start waits for ports and locks that another process has. One that was killed on a busy machine took 10 s
+to end; units and manifests give a start a minute and more."""
 
-MAX_PARTS_TOLD: Final = MAX_PARTS_PER_OFFER + 1 + MAX_BLOCKS_PER_REQUEST // MAX_PART_BLOCKS
-"""Parts of one offer that its reader is told of: extensions, the close, and what `MAX_PART_BLOCKS` cuts them into."""
+STANDSTILL_SECONDS: Final = 0.25
+"""A timer that is later than this says that the daemon had no processor, or did something long: its own timers are
+some milliseconds late when it is busy."""
 
-MAX_OFFERED_BLOCKS: Final = 1 << 24
-"""Block ids in one worker's offers that stand, which are kept until they end: 64 MiB."""
+STARVED_WINDOW_SECONDS: Final = 60.0
+STARVED_SHARE: Final = 0.1
+"""A daemon is short of processors if threads of one kind (the loop, those that copy) waited for one for more than this
+share of the last minute: on an idle host it is a few thousandths."""
+
+CATCH_UP_SECONDS: Final = 1.0
+"""What others get to be read in after a standstill: a thousand messages take 50 ms."""
+
+LAST_LOOK_SECONDS: Final = 0.1
+"""The same after a timer that is less late: it may have come up at the end of a standstill."""
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+MAX_WORKERS: Final = 256
+"""Sessions of workers of one daemon; a daemon serves one GPU, a handful is usual."""
+
+MAX_SESSIONS_PER_USER: Final = 64
+"""Sessions of one user other than root and the daemon's own, for whom the rest of `MAX_WORKERS` is reserved."""
+
+MAX_STRANGERS: Final = 192
+"""Sessions of all such users together."""
+
+MAX_SESSION_FRAME_BYTES: Final = MAX_SPEC_BYTES + 64 * KIB
+"""One request on a session; the largest, an attach, is a spec and a little more."""
+
+SESSION_IDLE_SECONDS: Final = 10.0
+"""How long a session without a pool may go without a valid request."""
 
 MAX_ATTACHES_PER_SECOND: Final = 20
 """Attaches of one user after the first `MAX_WORKERS`: each may allocate and register gigabytes."""
+
+MAX_STATUSES_PER_SECOND: Final = 4000
+"""Statuses of one session after twice as many at once: each occupies every actor."""
+
+MAX_INQUIRIES_PER_SECOND: Final = 100
+"""Statuses of one user's sessions without a pool, after twice as many at once: those of operators."""
+
+MAX_REQUESTS_PER_WORKER: Final = 4096
+"""Open offers and pulls of one worker; more are refused as overloaded."""
 
 MAX_REQUESTS_PER_SECOND: Final = 20_000
 """Offers and pulls of one worker after the first `MAX_REQUESTS_PER_WORKER`: several times what an engine makes, and a
 fifth of what the gateway can read, so that a runaway worker leaves room for others."""
 
-MAX_STATUSES_PER_SECOND: Final = 4000
-"""Statuses of one session after twice as many at once: each occupies every actor."""
-
 MAX_UNACKNOWLEDGED: Final = 16_384
 """Notifications kept for one worker until it acknowledges them, while its pool exists; when full its new requests are
 refused. Twice the offers and pulls that it may have open, which can all end at once."""
 
-MAX_CLAIMS_WAITING: Final = 16_384
-"""Claims of all peers that wait for their offer: about 10 MiB."""
+NOTIFICATIONS_PER_BATCH: Final = 256
+"""Notifications in one message to a worker."""
 
-MAX_CLAIMS_WAITING_PER_PEER: Final = 2048
-"""Those of one peer: half the pulls that one worker may have open. One peer that only waits leaves room for others.
-Those whose readers have left give their places to others, the oldest first; their offers end by their time."""
+# --- tickets and pulls ------------------------------------------------------------------------------------------------
+MAX_RANKS_PER_WORKER: Final = 16_384
+"""Producer ranks in the tickets of one worker's open pulls: as many pulls as it may have, of four ranks each."""
 
-MAX_CLAIMS_AHEAD: Final = MAX_CLAIMS_WAITING_PER_PEER // 2
-"""Claims of one user's pulls that may wait at one producer, as their tickets name no lease: half of what that has room
-for, so that one user of a daemon who pulls what is never offered leaves room for others."""
+MAX_TICKET_BYTES_PER_WORKER: Final = 64 * MIB
+"""Tickets of one worker's open pulls, in memory: 12 M block ids. They stay there until their pull ends."""
+
+MAX_TICKET_SPANS: Final = 1 << 14
+"""Spans of one ticket, over its lists of blocks: of 1,024 ranks with a list each, of 16 groups. As text they may have 8
+characters each, and the loop takes milliseconds to make them."""
+
+SPAN_BYTES: Final = 128
+"""What a span of a ticket takes in memory beside its block ids; as text it may have 6 bytes."""
+
+MAX_LEAVING: Final = 1024
+MAX_LEAVING_TICKET_BYTES: Final = 16 * MIB
+"""One worker's pulls that were cancelled before their producers' daemons were known, and as many transfers of which a
+producer is told that their readers will not come; and their tickets in memory: those of a batch of requests that is
+aborted. The oldest are given up beyond it, and their offers end by their time."""
+
+# --- offers and claims ------------------------------------------------------------------------------------------------
+MAX_OFFERED_BLOCKS: Final = 1 << 24
+"""Block ids in one worker's offers that stand, which are kept until they end: 64 MiB."""
+
+MAX_CONSUMERS: Final = 1024
+"""Consumers that an offer may wait for before it ends; for more, make it without such an end."""
+
+MAX_CONSUMERS_PER_WORKER: Final = 1 << 17
+"""Consumers that have finished with one worker's offers that stand, up to 400 bytes each: 50 MiB."""
+
+MAX_STAMPS: Final = 65_536
+"""Leases with a stamp at a time, in 1 MiB; others are claimed and fenced by message."""
 
 MAX_CLAIMS_PER_OFFER: Final = 4 * MAX_RANKS
 """Claims that hold one offer: every rank of a consumer, and of a second one that a router tried. A rank may have two:
@@ -267,11 +282,16 @@ MAX_CLAIMS_PER_USER: Final = MAX_CLAIMS_PER_PEER // 2
 """Those of one user's pulls at one producer that begin with a claim: pulls of what grows for ever hold theirs until
 their time is over, and other users of the daemon need some."""
 
-MAX_CONSUMERS_PER_WORKER: Final = 1 << 17
-"""Consumers that have finished with one worker's offers that stand, up to 400 bytes each: 50 MiB."""
+MAX_CLAIMS_WAITING: Final = 16_384
+"""Claims of all peers that wait for their offer: about 10 MiB."""
 
-MAX_CONSUMERS: Final = 1024
-"""Consumers that an offer may wait for before it ends; for more, make it without such an end."""
+MAX_CLAIMS_WAITING_PER_PEER: Final = 2048
+"""Those of one peer: half the pulls that one worker may have open. One peer that only waits leaves room for others.
+Those whose readers have left give their places to others, the oldest first; their offers end by their time."""
+
+MAX_CLAIMS_AHEAD: Final = MAX_CLAIMS_WAITING_PER_PEER // 2
+"""Claims of one user's pulls that may wait at one producer, as their tickets name no lease: half of what that has room
+for, so that one user of a daemon who pulls what is never offered leaves room for others."""
 
 MAX_WRONG_PROOFS: Final = 64
 """Claims of one peer with a wrong proof that are answered at once, and as many per minute later; others get no answer.
@@ -283,33 +303,53 @@ MAX_UNKNOWN_CLAIMS_PER_SECOND: Final = 1024
 peer with more, renewals and fences are dropped unread. Honest ones have them when many offers end at one moment; each
 takes up to 20 us of the loop, and some frames name 4,096."""
 
-TRANSPORT_SILENCE_SECONDS: Final = 30
-"""How long what was sent over TCP for reads may stay unacknowledged before UCX gives the connection up, and with it
-reads that hang: when the network of the data dies they would keep their blocks for the kernel's quarter of an hour.
-Longer than messages take to lose a peer that stands still, also with heartbeats of 5 s."""
+MAX_RENEWALS: Final = 4096
+"""Claims that one message renews, in 4 ms; more take several, with other messages in between."""
+
+MAX_SETTLED: Final = 256
+"""Ended reads in one message to their producer; 200 bytes each."""
 
 MAX_TOMBSTONES: Final = 16_384
 """Ended offers and claims that are remembered, so that a late request learns why they ended. Beyond it the oldest are
 forgotten, and a late request hears that they are unknown; one peer or worker has half of them. About 10 MiB."""
 
-MAX_WORKERS: Final = 256
-"""Sessions of workers of one daemon; a daemon serves one GPU, a handful is usual."""
+# --- offers that grow -------------------------------------------------------------------------------------------------
+MAX_PARTS_PER_OFFER: Final = 4096
+"""Extensions of one offer: 2 M tokens in chunks of 512. A reader that asks for all of them takes 2 ms of the loop,
+their end 10 ms."""
 
-MAX_SESSIONS_PER_USER: Final = 64
-"""Sessions of one user other than root and the daemon's own, for whom the rest of `MAX_WORKERS` is reserved."""
+MAX_SPANS_PER_OFFER: Final = 1 << 16
+"""Spans in all of these: 16 groups of layers each time. They are joined when it is closed, in 11 ms of the loop."""
 
-MAX_STRANGERS: Final = 192
-"""Sessions of all such users together."""
+MAX_PARTS_PER_WORKER: Final = 1 << 18
+"""Spans in all that one worker's offers that stand have named, and extensions without any, which are kept until those
+end, 250 bytes each: 64 MiB. A prompt of 100,000 tokens in chunks of 512 makes 200, for each group of layers."""
 
-MAX_POOLS_PER_USER: Final = 64
-"""Pools of one user, lent or kept for a successor."""
+BLOCKS_PER_SPAN: Final = 16
+"""As so many ids a span counts there: it takes as long to join."""
 
-SESSION_IDLE_SECONDS: Final = 10.0
-"""How long a session without a pool may go without a valid request."""
+MAX_PART_BLOCKS: Final = 1 << 14
+"""Block ids of an offer that grows which its reader is told of at once, 64 KiB: 256,000 tokens in blocks of 16. 4,096
+such answers may wait to be read by one peer."""
 
-MAX_INQUIRIES_PER_SECOND: Final = 100
-"""Statuses of one user's sessions without a pool, after twice as many at once: those of operators."""
+MAX_PARTS_TOLD: Final = MAX_PARTS_PER_OFFER + 1 + MAX_BLOCKS_PER_REQUEST // MAX_PART_BLOCKS
+"""Parts of one offer that its reader is told of: extensions, the close, and what `MAX_PART_BLOCKS` cuts them into."""
 
+MAX_TOLD_BYTES: Final = 64 * MIB
+MAX_TOLD_BYTES_PER_SECOND: Final = 16 * MIB
+SMALL_TOLD_BYTES: Final = 4 * KIB
+"""Bytes of such answers that one peer gets at once, and a second; it asks again for what is left. One that leaves them
+unread on ever new connections would fill the memory, and honest ones read blocks of hundreds of gigabytes in that time.
+Answers of up to 1,024 blocks do not count: they are as long as other messages."""
+
+# --- times that may be asked for, in seconds --------------------------------------------------------------------------
+MIN_PULL_TIMEOUT: Final = 0.001
+MAX_PULL_TIMEOUT: Final = 3600.0
+MAX_LEASE_TTL: Final = 3600.0
+MAX_COMMAND_SECONDS: Final = 86_400.0
+"""How long a command may be told to wait: a day. The kernel takes no infinity."""
+
+# --- peers ------------------------------------------------------------------------------------------------------------
 MAX_PEERS: Final = 4096
 """Daemons that one daemon talks to."""
 
@@ -334,61 +374,21 @@ MAX_HANDSHAKES: Final = 16
 """Handshakes at a time; others queue. Loading a peer's metadata stops the transport for 0.4 to 3 ms; a thousand peers
 at once would stop every read for seconds."""
 
-PREDECESSOR_SECONDS: Final = 15.0
-"""How long a start waits for ports and locks that another process has. One that was killed on a busy machine took 10 s
-to end; units and manifests give a start a minute and more."""
-
-STANDSTILL_SECONDS: Final = 0.25
-"""A timer that is later than this says that the daemon had no processor, or did something long: its own timers are
-some milliseconds late when it is busy."""
-
-STARVED_WINDOW_SECONDS: Final = 60.0
-STARVED_SHARE: Final = 0.1
-"""A daemon is short of processors if threads of one kind (the loop, those that copy) waited for one for more than this
-share of the last minute: on an idle host it is a few thousandths."""
-
-CATCH_UP_SECONDS: Final = 1.0
-"""What others get to be read in after a standstill: a thousand messages take 50 ms."""
-
-LAST_LOOK_SECONDS: Final = 0.1
-"""The same after a timer that is less late: it may have come up at the end of a standstill."""
-
 MAX_HANDSHAKES_PER_KEY: Final = 4
 """Those of daemons with one public key. What a hostile one says of itself may take the process that tries it, and
 6 seconds each time."""
+
+MAX_METADATA_BYTES: Final = MIB
+"""A daemon's transport metadata: 1 KiB, and some hundred bytes per pool."""
+
+MAX_OWN_METADATA_BYTES: Final = MAX_METADATA_BYTES - 8 * KIB
+"""What the transport's process may say of itself: beside it there is what daemons of this host need."""
 
 MAX_REPORTED_PEERS: Final = 16
 """Peers in a status, those in trouble first: a thousand would take 200 KiB and milliseconds of the loop. `kvd_peers`
 counts all by state."""
 
-MAX_RENEWALS: Final = 4096
-"""Claims that one message renews, in 4 ms; more take several, with other messages in between."""
-
-NOTIFICATIONS_PER_BATCH: Final = 256
-"""Notifications in one message to a worker."""
-
-# --- HTTP -----------------------------------------------------------------------------------------------------------
-MAX_HTTP_CONNECTIONS: Final = 64
-"""Open connections; a scraper and a kubelet have a handful. One more closes one of the address with the most."""
-
-MAX_HTTP_REQUEST_BYTES: Final = 16 * KIB
-"""Request line and headers together."""
-
-HTTP_BACKLOG: Final = 1024
-"""Connections that the kernel queues while the thread is busy, or rests: at 0.14 ms each, a probe among as many waits
-0.7 s. One more is dropped by the kernel, and its client waits a second before it tries again."""
-
-HTTP_SECONDS: Final = 10.0
-"""Lifetime of a connection, however slow the other side is; a scrape takes milliseconds."""
-
-HTTP_SHARE: Final = 0.2
-"""Of one core, for the HTTP port while it is asked without a pause: hundreds of answers a second. The daemon's loop
-waits for the interpreter meanwhile."""
-
-METRICS_PER_SECOND: Final = 20
-"""Texts of all metrics that are written in a second, of 1 to 2 ms each; more requests get the last one again."""
-
-# --- transport ------------------------------------------------------------------------------------------------------
+# --- transport --------------------------------------------------------------------------------------------------------
 SLICE_BYTES: Final = 4 * MIB
 """One post to NIXL: about 0.5 ms at memory speed, which bounds how long a short transfer waits behind a long one.
 16 MiB made long reads no faster, and a short one took 4.6 times its time instead of 1.9 (`kvd bench --load`)."""
@@ -410,6 +410,9 @@ MAX_BYTES_IN_FLIGHT: Final = 64 * MIB
 """Posted bytes for each peer: enough to fill a network, too few to fill the transport's queues. A slice with more than
 that is posted alone."""
 
+OLDEST_TURN: Final = 4
+"""Every fourth slice is the oldest transfer's, so that short ones cannot starve a long one."""
+
 MAX_NOTIFICATION_BYTES: Final = 16 * KIB
 """A message between transports; the longest asks for `SLICE_DESCRIPTORS` pieces of a pool, 8 KiB."""
 
@@ -417,6 +420,12 @@ MAX_NOTIFICATIONS_AT_ONCE: Final = 256
 """Such messages that the transport's process passes on between two looks at its reads, and that the daemon takes from
 it in one turn of its loop; both drop what comes above it."""
 
+TRANSPORT_SILENCE_SECONDS: Final = 30
+"""How long what was sent over TCP for reads may stay unacknowledged before UCX gives the connection up, and with it
+reads that hang: when the network of the data dies they would keep their blocks for the kernel's quarter of an hour.
+Longer than messages take to lose a peer that stands still, also with heartbeats of 5 s."""
+
+# --- GPU pools read over the network ----------------------------------------------------------------------------------
 STAGING_WINDOWS: Final = 64
 """Windows of `SLICE_BYTES` of pinned host memory by which others read a daemon's GPU pools: 256 MiB in all."""
 
@@ -440,15 +449,7 @@ WINDOW_SECONDS: Final = 30.0
 STAGED_REFUSALS: Final = 64
 """Requests that were refused of which a pool's board tells, the latest: they get no window."""
 
-MAX_SETTLED: Final = 256
-"""Ended reads in one message to their producer; 200 bytes each."""
-
-SECRET_BYTES: Final = 16
-"""An offer's secret, and the proof of knowing it: 128 bits."""
-
-STAMP_BYTES: Final = 16
-"""A lease's stamp: its pool's epoch, and a hash of 64 bits, which are written atomically."""
-
+# --- pools exported to others on the host -----------------------------------------------------------------------------
 MAX_IMPORTS_PER_PROCESS: Final = 16
 """Connections of one process to the export socket; an honest one has one, or two while it imports anew."""
 
@@ -474,20 +475,28 @@ MAX_TOKENS: Final = 2048
 IMPORT_SECONDS: Final = 5.0
 """How long importing a peer's pools may take, a millisecond as a rule; and how long a connection may ask nothing."""
 
-MAX_STAMPS: Final = 65_536
-"""Leases with a stamp at a time, in 1 MiB; others are claimed and fenced by message."""
+# --- HTTP -------------------------------------------------------------------------------------------------------------
+MAX_HTTP_CONNECTIONS: Final = 64
+"""Open connections; a scraper and a kubelet have a handful. One more closes one of the address with the most."""
 
-OLDEST_TURN: Final = 4
-"""Every fourth slice is the oldest transfer's, so that short ones cannot starve a long one."""
+MAX_HTTP_REQUEST_BYTES: Final = 16 * KIB
+"""Request line and headers together."""
 
-# --- times, in seconds ----------------------------------------------------------------------------------------------
-MIN_PULL_TIMEOUT: Final = 0.001
-MAX_PULL_TIMEOUT: Final = 3600.0
-MAX_LEASE_TTL: Final = 3600.0
-MAX_COMMAND_SECONDS: Final = 86_400.0
-"""How long a command may be told to wait: a day. The kernel takes no infinity."""
+HTTP_BACKLOG: Final = 1024
+"""Connections that the kernel queues while the thread is busy, or rests: at 0.14 ms each, a probe among as many waits
+0.7 s. One more is dropped by the kernel, and its client waits a second before it tries again."""
 
-# --- engines --------------------------------------------------------------------------------------------------------
+HTTP_SECONDS: Final = 10.0
+"""Lifetime of a connection, however slow the other side is; a scrape takes milliseconds."""
+
+HTTP_SHARE: Final = 0.2
+"""Of one core, for the HTTP port while it is asked without a pause: hundreds of answers a second. The daemon's loop
+waits for the interpreter meanwhile."""
+
+METRICS_PER_SECOND: Final = 20
+"""Texts of all metrics that are written in a second, of 1 to 2 ms each; more requests get the last one again."""
+
+# --- engines ----------------------------------------------------------------------------------------------------------
 MAX_PULLED_TICKETS: Final = 1024
 """Tickets that a vLLM engine remembers to have pulled: samples of one prompt may come when the first has its blocks."""
 
