@@ -61,6 +61,7 @@ def place(url: str) -> Place:
         engine = Engine.SGLANG if parts.scheme == _SGLANG_URL else Engine.VLLM
         asked = parse_qs(parts.query, strict_parsing=bool(parts.query))
         numbers = [int(text) for text in asked.pop("bootstrap", [str(BOOTSTRAP_PORT)])]
+        (parts.hostname or "").encode("idna")  # a UnicodeError is a ValueError
         valid = parts.scheme in {"http", "https", _SGLANG_URL} and parts.hostname and parts.port != 0
         valid = valid and not (asked or parts.path.strip("/") or parts.fragment)
         valid = valid and len(numbers) == 1 and 0 < numbers[0] < 1 << 16

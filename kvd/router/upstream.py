@@ -8,39 +8,15 @@ from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from http import HTTPStatus
-from urllib.parse import urlsplit
 
 import aiohttp
-from multidict import CIMultiDict
+from yarl import URL
 
 from kvd.errors import ErrorCode, Unavailable
 from kvd.limits import MAX_ERROR_TEXT, MIB
 from kvd.router import limits
 from kvd.router.events import Beginning, Said
 from kvd.router.servers import Server
-
-_NOT_PASSED_ON = frozenset(
-    {
-        # of the client's connection alone:
-        "accept-encoding",  # answers are passed on as they are, and looked into
-        "connection",
-        "content-length",
-        "expect",
-        "host",
-        "keep-alive",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        # not for clients to set:
-        "content-encoding",  # bodies are written anew, and not encoded
-        "x-data-parallel-rank",  # of vLLM
-        "x-vllm-priority",
-    }
-)
-
 
 _FOR_CLIENTS = ("Content-Type", "Retry-After")
 """The headers of an answer that are passed on."""
@@ -300,10 +276,10 @@ class Upstream:
             ServerFailed: It cannot be reached.
 
         """
-        url = urlsplit(server.url)
+        url = URL(server.url)  # which knows the port of a URL that names none
         try:
             async with asyncio.timeout(limits.CONNECT_SECONDS):
-                _, writer = await asyncio.open_connection(url.hostname, url.port)
+                _, writer = await asyncio.open_connection(url.host, url.port)
         except OSError as error:
             raise _unreached(server, error) from error
         writer.close()
@@ -320,15 +296,6 @@ class Upstream:
                 return response.status, await response.read()
         except _FAILURES as error:
             raise _failure(server, error) from error
-
-
-def passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """The client's headers, without those that concern its connection alone, and those that are not for it to set."""
-    named = ",".join(value for name, value in headers.items() if name.lower() == "connection").split(",")
-    dropped = _NOT_PASSED_ON.union(name.strip().lower() for name in named)
-    passed = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
-    passed["Content-Type"] = "application/json"
-    return passed
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -262,6 +262,7 @@ def test_a_url_says_what_runs_there(url: str, engine: Engine, where: tuple[str, 
         "sglang://:1",
         "http://a:0",
         "http://a:99999",
+        "http://a..b:1",
     ],
 )
 def test_what_is_no_url_of_a_server_is_refused_with_an_example(url: str) -> None:

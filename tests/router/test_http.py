@@ -12,11 +12,13 @@ from collections.abc import Iterator
 
 import aiohttp
 import pytest
+from multidict import CIMultiDict
 
 from kvd.errors import BadRequest
 from kvd.router import limits
 from kvd.router.body import Body
 from kvd.router.clients.connections import client_of
+from kvd.router.clients.headers import passed_on
 from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
 from kvd.router.upstream import Timeouts
@@ -32,6 +34,13 @@ def many_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8 * CLIENTS), hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_headers_that_any_of_several_connection_headers_names_are_not_passed_on() -> None:
+    headers = CIMultiDict(
+        [("Connection", "keep-alive"), ("X-Hop", "1"), ("connection", "close, x-hop"), ("X-Own", "2")]
+    )
+    assert sorted(passed_on(headers)) == ["Content-Type", "X-Own"]
 
 
 def head(length: int) -> bytes:

@@ -11,7 +11,8 @@ import pytest
 from kvd.router import limits
 from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
-from kvd.router.upstream import Timeouts
+from kvd.router.servers import Servers
+from kvd.router.upstream import ServerFailed, Timeouts, Upstream
 from tests.router.scripted import (
     BODY,
     DONE,
@@ -182,6 +183,21 @@ async def test_while_no_decode_server_can_be_reached_no_prompt_is_computed(count
         assert len(stage.prefill[0].bodies) == 3
 
 
+async def test_a_decode_server_at_the_port_of_its_scheme_is_reached(monkeypatch) -> None:
+    connected: list[tuple[str | None, int | None]] = []
+
+    async def connect(host: str | None, port: int | None):
+        connected.append((host, port))
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    async with Upstream(Timeouts(1.0, 1.0)) as upstream:
+        for url in ("http://decode", "https://decode", "http://[::1]:8000"):
+            with pytest.raises(ServerFailed, match="cannot be reached"):
+                await upstream.reach(*Servers("decode", [url]).all)
+    assert connected == [("decode", 80), ("decode", 443), ("::1", 8000)]
+
+
 async def test_a_server_that_failed_rests(monkeypatch) -> None:
     monkeypatch.setattr("kvd.router.servers.REST_SECONDS", 600.0)
     async with routed([prefilled], [failing, decoded]) as stage:
@@ -210,6 +226,7 @@ async def test_servers_that_fail_one_request_all_alike_do_not_rest_for_it(bad, m
 
 @pytest.mark.parametrize("bad", [vanishing, failing, without_params, too_large, answering(429), hanging])
 async def test_a_server_that_fails_what_another_one_serves_rests(bad, monkeypatch) -> None:
+    monkeypatch.setattr("kvd.router.servers.REST_SECONDS", 600.0)
     monkeypatch.setattr(limits, "PREFILL_ANSWER_BYTES", 1000)
     async with routed([bad, prefilled], [decoded], seconds=(3, 30)) as stage:
         for _ in range(4):

@@ -2,10 +2,8 @@
 
 import socket
 
-from multidict import CIMultiDict
-
 from kvd.router import limits
-from kvd.router.upstream import _socket, passed_on
+from kvd.router.upstream import _socket
 
 
 def test_a_host_that_is_gone_is_noticed_though_nothing_is_to_be_sent() -> None:
@@ -16,10 +14,3 @@ def test_a_host_that_is_gone_is_noticed_though_nothing_is_to_be_sent() -> None:
         found = [made.getsockopt(socket.IPPROTO_TCP, option) for option in options]
     seconds, probes = limits.SILENT_SECONDS, limits.PROBES
     assert found == [seconds, seconds, probes, 1000 * seconds * probes]
-
-
-def test_headers_that_any_of_several_connection_headers_names_are_not_passed_on() -> None:
-    headers = CIMultiDict(
-        [("Connection", "keep-alive"), ("X-Hop", "1"), ("connection", "close, x-hop"), ("X-Own", "2")]
-    )
-    assert sorted(passed_on(headers)) == ["Content-Type", "X-Own"]

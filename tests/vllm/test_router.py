@@ -10,10 +10,11 @@ import pytest_asyncio
 
 from kvd.router.body import Body, Request
 from kvd.router.cleanup import Cleanup
+from kvd.router.clients.headers import passed_on
 from kvd.router.engines import Prefilled
 from kvd.router.metrics import Metrics
 from kvd.router.servers import Servers
-from kvd.router.upstream import Timeouts, Upstream, passed_on
+from kvd.router.upstream import Timeouts, Upstream
 from tests.support.patience import PATIENCE
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.shared import Shared

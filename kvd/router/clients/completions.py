@@ -12,11 +12,11 @@ from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.router import limits
 from kvd.router.body import Body, Request
 from kvd.router.clients.connections import Connection, Connections
+from kvd.router.clients.headers import passed_on
 from kvd.router.clients.intake import Intake
 from kvd.router.metrics import Metrics, Outcome
 from kvd.router.reply import ClientGone, Reply
 from kvd.router.route import BrokenOff, Router
-from kvd.router.upstream import passed_on
 
 _REQUEST_ID = "X-Request-Id"
 

@@ -14,13 +14,14 @@ from kvd.limits import MAX_NAME_BYTES
 from kvd.router import limits
 from kvd.router.clients.completions import Completions
 from kvd.router.clients.connections import Connection, Connections
+from kvd.router.clients.headers import passed_on
 from kvd.router.clients.intake import Intake
 from kvd.router.limits import PROBE_SECONDS
 from kvd.router.metrics import Metrics
 from kvd.router.reply import error_answer
 from kvd.router.route import Router
 from kvd.router.servers import Server, Servers
-from kvd.router.upstream import ServerFailed, Timeouts, Upstream, passed_on
+from kvd.router.upstream import ServerFailed, Timeouts, Upstream
 
 _PATHS = "POST /v1/completions, /v1/chat/completions; GET /v1/models, /metrics, /healthz, /readyz, /health"
 
