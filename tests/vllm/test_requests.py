@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.support.patience import NEVER_LOST
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.testbed.catalog import BLOCK, make_prompt
 from tests.vllm.testbed.client import PATH, complete, make_body, prefill
@@ -21,7 +20,6 @@ from tests.vllm.testbed.service import start_all, stop_all
 
 MODEL = "llama"
 TOKENS = 8
-STEADY = tuple(word for key, value in NEVER_LOST.items() for word in (f"--{key.replace('_', '-')}", value))
 HIDDEN, RANK = 128, 8
 OUT = {"q_proj": 128, "k_proj": 64, "v_proj": 64}
 LENGTH = 100
@@ -85,8 +83,6 @@ async def pair(models: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
     pair = KvdPair(folder / "pair", models, MODEL)
     for server in (pair.prefill, pair.decode):
         server.command = lambda command=server.command: [*command(), *flags]
-    for daemon in pair.daemons.values():
-        daemon.flags = STEADY
     try:
         await start_all(pair.services)
         yield pair
@@ -119,6 +115,15 @@ async def test_several_samples_are_served_from_one_offer_also_where_the_router_d
     params = await prefill(pair.prefill.url, body | {"n": 1})
     choices = (await post(pair.decode.url, PATH, body | {"kv_transfer_params": params}))["choices"]
     assert [choice["token_ids"] for choice in choices] == [expected.tokens] * 3
+
+
+async def test_a_proxy_that_copies_nixls_fields_alone_hands_a_prefill_over(pair: KvdPair) -> None:
+    body = make_body(MODEL, make_prompt(LENGTH, seed=4), TOKENS)
+    expected = await complete(pair.decode.url, body | {"cache_salt": "alone"})
+    params = await prefill(pair.prefill.url, body)
+    copied = {name: params.get(name) for name in ("remote_engine_id", "remote_request_id", "remote_host")}
+    got = await complete(pair.decode.url, body | {"kv_transfer_params": {"do_remote_prefill": True, **copied}})
+    assert_same(got, expected)
 
 
 async def test_the_logs_of_requests_show_no_ticket(pair: KvdPair) -> None:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import pytest
 import pytest_asyncio
 
-from tests.support.patience import NEVER_LOST
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.testbed.catalog import BLOCK, make_prompt
 from tests.vllm.testbed.client import complete, make_body
@@ -18,7 +17,6 @@ from tests.vllm.testbed.service import start_all, stop_all
 
 MODEL = "llama"
 TOKENS = 8
-STEADY = tuple(word for key, value in NEVER_LOST.items() for word in (f"--{key.replace('_', '-')}", value))
 
 
 class Flags(NamedTuple):
@@ -57,8 +55,6 @@ async def unequal(
     server = getattr(pair, request.param.side)
     command = server.command
     server.command = lambda: [*command(), *request.param.flags]
-    for daemon in pair.daemons.values():
-        daemon.flags = STEADY
     try:
         await start_all(pair.services)
         yield pair, request.param.said

@@ -182,7 +182,8 @@ class SchedulerSide:
             params, ticketed = growing_params.write(chosen, order.consumers), None
         else:
             self._metadata.offers.append(order)
-            params = transfer_params.write(self._ticket(order), order.tokens, self._prompt(request), order.consumers)
+            asked, prompt = request.kv_transfer_params, self._prompt(request)
+            params = transfer_params.write(self._ticket(order), order.tokens, prompt, order.consumers, asked=asked)
             ticketed = order
         self._fresh.append((params, ticketed))
         self._name_producer(params)
@@ -266,7 +267,7 @@ class SchedulerSide:
         self._endpoints.update(endpoints)
         for params, order in self._fresh:
             if order is not None:
-                params["kvd_ticket"] = self._ticket(order)
+                transfer_params.put_ticket(params, self._ticket(order))
             self._name_producer(params)
 
     def set_unsent(self, unsent: dict[int, bool]) -> None:

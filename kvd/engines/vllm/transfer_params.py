@@ -14,6 +14,9 @@ from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.limits import MAX_CONSUMERS
 from kvd.protocol import ticket as tickets
 
+_COPIED = "remote_request_id"
+"""A field of NIXL's that proxies copy which build the decode request's parameters anew: all that is needed is there."""
+
 _SHOWN = 20
 """Characters of a checksum; whoever reaches an engine may send any."""
 
@@ -122,18 +125,39 @@ def consumers(params: Mapping[str, Any]) -> int:
     return number
 
 
-def write(ticket: str, tokens: int, prompt: Prompt, consumers: int = 1) -> dict[str, Any]:
+def write(
+    ticket: str, tokens: int, prompt: Prompt, consumers: int = 1, *, asked: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The prefill engine's answer: a `ticket` for the cache of the first `tokens` tokens of `prompt`.
 
-    It is for so many `consumers`.
+    It is for so many `consumers`. Routers that `asked` with NIXL's fields find all of it in one of those, too.
     """
-    return {
+    params: dict[str, Any] = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "kvd_ticket": ticket,
         "kvd_prompt": prompt.checksum(tokens),
         "kvd_consumers": consumers,
     }
+    if asked is not None and "remote_engine_id" in asked:
+        params[_COPIED] = ""
+    put_ticket(params, ticket)
+    return params
+
+
+def put_ticket(params: dict[str, Any], ticket: str) -> None:
+    """Puts a `ticket` into an answer, in place of that which it has."""
+    params["kvd_ticket"] = ticket
+    if _COPIED in params:
+        params[_COPIED] = f"{ticket}.{params['kvd_prompt']}.{params['kvd_consumers']}"
+
+
+def _copied(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a proxy has passed on that copies NIXL's fields alone."""
+    try:
+        ticket, prompt, consumers = params[_COPIED].rsplit(".", 2)
+        return {"kvd_ticket": ticket, "kvd_prompt": int(prompt), "kvd_consumers": int(consumers)}
+    except (KeyError, AttributeError, ValueError):  # it is not there, no text, or not kvd's
+        return {}
 
 
 def read(params: Mapping[str, Any], prompt: Prompt) -> TransferParams:
@@ -142,6 +166,8 @@ def read(params: Mapping[str, Any], prompt: Prompt) -> TransferParams:
     A ticket that is missing, unreadable or of another prompt is `refused`. The request then fails like one whose blocks
     could not be loaded: to compute them here instead would hide that the router is wrong.
     """
+    if "kvd_ticket" not in params:
+        params = _copied(params)
     text = params.get("kvd_ticket")
     if not isinstance(text, str):
         return TransferParams(

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvd.engines.vllm import transfer_params
 from kvd.engines.vllm.transfer_params import Prompt
@@ -69,3 +70,29 @@ def test_what_dynamo_takes_off_the_engines_answer_is_read() -> None:
     ticket = Ticket(3, (RANK,), ((),)).encode()
     answer = SimpleNamespace(kv_transfer_params=transfer_params.write(ticket, 3, PROMPT))
     assert not transfer_params.read(answer.kv_transfer_params, PROMPT).refused
+
+
+NAMED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")
+"""What vLLM's `toy_push_proxy_server.py` copies of a prefill's answer; the rest it builds anew."""
+
+
+@pytest.mark.parametrize("consumers", [0, 1, 3])
+def test_what_a_proxy_copies_that_knows_nixls_fields_alone_suffices(consumers: int) -> None:
+    tickets = [Ticket(3, (replace(RANK, pool=pool),), ((),)).encode() for pool in ("old", "new")]
+    answer = transfer_params.write(tickets[0], 3, PROMPT, consumers, asked=LLM_D)
+    transfer_params.put_ticket(answer, tickets[1])  # as the engine does when its daemon was restarted meanwhile
+    passed = {"do_remote_prefill": True, "do_remote_decode": False} | {name: answer.get(name) for name in NAMED}
+    found = transfer_params.read(passed, PROMPT)
+    assert (found.ticket, found.tokens, found.refused, found.once) == (tickets[1], 3, "", consumers == 1)
+    assert "does the router mix up requests?" in transfer_params.read(passed, Prompt(3, [7, 8, 1])).refused
+
+
+def test_routers_that_pass_all_on_get_the_ticket_once() -> None:
+    answer = transfer_params.write(Ticket(3, (RANK,), ((),)).encode(), 3, PROMPT, asked={"do_remote_decode": True})
+    assert set(answer) == {"do_remote_prefill", "do_remote_decode", "kvd_ticket", "kvd_prompt", "kvd_consumers"}
+
+
+@pytest.mark.parametrize("copied", [None, 7, "", "cmpl-1f", "a.b.c", "kvd1.x.7", "kvd1.x.7.y", [], {}])
+def test_a_request_id_that_is_not_of_kvd_is_no_ticket(copied: object) -> None:
+    found = transfer_params.read({"do_remote_prefill": True, "remote_request_id": copied}, PROMPT)
+    assert (found.ticket, "without kvd_ticket" in found.refused) == ("", True)
