@@ -6,22 +6,17 @@ So their bytes go by way of pinned host memory and over NIXL with TCP, as betwee
 """
 
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
 import ifaddr
 
 from benchmarks.gpu.kills import Pulls, kill_daemon
-from benchmarks.gpu.steps import Skipped
-from kvd.bench.gpu import ComparedPulls, Side
+from benchmarks.gpu.steps import Skipped, needs_nixl
+from kvd.bench.gpu import ComparedPulls, Side, two_sides
 from kvd.bench.spec import pattern
 from kvd.limits import KIB, MIB
-from kvd.processes import Child, Processes
-from kvd.transport.nixl.ucx import nixl_name
+from kvd.processes import Child
 
 _PAIRS: Final = (("cuda:0", "cuda:0"), ("cuda:0", "cpu"), ("cpu", "cuda:0"))
 """Memory of the pools that are read, and of those that read."""
@@ -48,15 +43,12 @@ class _FarSide(Side):
 
 def pulls(*, quick: bool) -> dict[str, Any]:
     """GB/s of pulls, and how those ended during which a daemon was killed; every byte is compared."""
-    try:
-        nixl_name()
-    except ImportError as error:
-        raise Skipped(str(error)) from error
+    needs_nixl()
     if not _address():
         raise Skipped("no interface but loopback has an IPv4 address, and kvd lets no peers of other hosts in there")
     rows: list[dict[str, Any]] = []
     for pair in _PAIRS:
-        with _two_hosts(*pair) as sides:
+        with two_sides(*pair, kind=_FarSide) as sides:
             row: dict[str, Any] = dict(zip(("of", "into"), pair, strict=True))
             rows.append(row | _speeds(sides, quick=quick) | _kills(sides, quick=quick))
     return {"hosts": rows}
@@ -66,12 +58,6 @@ def _address() -> str:
     """The first IPv4 address of this machine that is not of loopback; empty if it has none."""
     found = (address.ip for adapter in ifaddr.get_adapters() for address in adapter.ips if address.is_IPv4)
     return next((str(ip) for ip in found if not str(ip).startswith("127.")), "")
-
-
-@contextmanager
-def _two_hosts(source: str, target: str) -> Iterator[tuple[Side, Side]]:
-    with tempfile.TemporaryDirectory(prefix="kvd-hosts-") as folder, Processes(Path(folder)) as processes:
-        yield _FarSide(processes, Path(folder), "p", source), _FarSide(processes, Path(folder), "d", target)
 
 
 def _speeds(sides: tuple[Side, Side], *, quick: bool) -> dict[str, float]:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 def kills(*, quick: bool) -> dict[str, Any]:
     """One is killed during each pull, at another moment each time: in turn that of the producer and the consumer."""
     shape, rounds = ((256, 16 * KIB), 2) if quick else ((4096, 64 * KIB), 12)
-    with two_sides("cuda:0") as sides:
+    with two_sides("cuda:0", "cuda:0") as sides:
         pulls = Pulls(sides, shape)
         found = pulls.counts(kill_daemon, "daemon", rounds)
         return found | pulls.counts(_kill_worker, "worker", rounds)

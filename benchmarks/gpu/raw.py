@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.gpu.copies import median
-from benchmarks.gpu.steps import Skipped
+from benchmarks.gpu.steps import needs_nixl
 from kvd.bench.gpu import SIZES
 from kvd.bench.raw import RawAgent
 from kvd.bench.spec import pattern
@@ -22,7 +22,6 @@ from kvd.cuda.driver import call
 from kvd.cuda.streams import Stream
 from kvd.limits import KIB, MIB
 from kvd.plan import Descriptors
-from kvd.transport.nixl.ucx import nixl_name
 
 _SETTINGS: Final = {
     "UCX_MODULES": "all",  # the daemon's settings leave out CUDA's
@@ -33,10 +32,7 @@ _SETTINGS: Final = {
 
 def speeds(*, quick: bool) -> dict[str, Any]:
     """GB/s of reads in blocks of each size, adjacent and scattered, every byte compared; and of one block alone, us."""
-    try:
-        nixl_name()
-    except ImportError as error:
-        raise Skipped(str(error)) from error
+    needs_nixl()
     total, rounds = (4 * MIB, 1) if quick else (256 * MIB, 5)
     owner = subprocess.Popen(  # noqa: S603 - ours
         [sys.executable, "-m", "benchmarks.gpu.raw", str(2 * total)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

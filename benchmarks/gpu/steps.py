@@ -6,9 +6,19 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvd.transport.nixl.ucx import nixl_name
+
 
 class Skipped(Exception):
     """Raised by a step that a machine cannot answer; the text says why."""
+
+
+def needs_nixl() -> None:
+    """Raises `Skipped` where it is not installed."""
+    try:
+        nixl_name()
+    except ImportError as error:
+        raise Skipped(str(error)) from error
 
 
 @dataclass(frozen=True)

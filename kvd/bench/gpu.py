@@ -127,10 +127,10 @@ class Pool:
 
 
 @contextmanager
-def two_sides(memory: str) -> Iterator[tuple[Side, Side]]:
-    """A producer and a consumer."""
+def two_sides(source: str, target: str, *, kind: type[Side] = Side) -> Iterator[tuple[Side, Side]]:
+    """A producer with pools in `source` and a consumer with pools in `target`: `cpu` or `cuda:N`."""
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder, Processes(Path(folder)) as processes:
-        yield Side(processes, Path(folder), "p", memory), Side(processes, Path(folder), "d", memory)
+        yield kind(processes, Path(folder), "p", source), kind(processes, Path(folder), "d", target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def measure(ordinal: int, *, quick: bool, progress: Callable[[], None]) -> Itera
     """
     total, rounds = (4 * MIB, 1) if quick else (256 * MIB, 5)
     one_copy = _seconds_of_one_copy(device(ordinal), total, rounds)
-    with two_sides(f"cuda:{ordinal}") as (producer, consumer):
+    with two_sides(f"cuda:{ordinal}", f"cuda:{ordinal}") as (producer, consumer):
         for size in SIZES:
             count = 2 * total // size
             source, target = producer.attach(count, size), consumer.attach(count, size)
@@ -185,7 +185,7 @@ def seconds_of_one_block(memory: str, *, quick: bool) -> float:
         InternalError: a pull failed.
 
     """
-    with two_sides(memory) as (producer, consumer):
+    with two_sides(memory, memory) as (producer, consumer):
         source, target = producer.attach(16, _ALONE), consumer.attach(16, _ALONE)
         return statistics.median(
             [_pull(source, target, f"r{turn}", [7], [9]) for turn in range(7 if quick else 300)][1:]
