@@ -66,10 +66,10 @@ class Peer:
     """Whether it was said that messages reach the peer and the transport does not."""
     greeted_from: float = -math.inf
     """When the peer may be greeted again after the last failure."""
-    lost_metadata: bytes | None = None
-    """That of a peer that the transport lost, and that was greeted at once."""
+    lost_run: tuple[int, int] | None = None
+    """Incarnation and `starts` of a peer that the transport lost, and that was greeted at once."""
     believed_from: float = 0.0
-    """When it may say `lost_metadata` again."""
+    """When it may tell of `lost_run` again."""
     renewed_from: float = -math.inf
     """When other keys of a transport that was started again count again."""
     pings: int = 0
@@ -134,16 +134,17 @@ class Peer:
         self.unreached_from = now if self.unreached_from is None else self.unreached_from
         at_once = self.state in _READY and now - self.greeted_from >= heartbeat
         self.greeted_from = now if at_once else now + heartbeat * min(1 << self.failures, _LONGEST_PAUSE)
-        self.lost_metadata, self.believed_from = self.metadata if at_once else None, now + heartbeat
+        self.lost_run, self.believed_from = _run_of(self.welcome) if at_once else None, now + heartbeat
         self.failures += 1
 
     def awaits(self, welcome: Welcome, now: float) -> bool:
         """Whether this welcome is an answer to a hello, and of after the last loss.
 
         We see at once that the connections of a dead process are closed, its daemon hears of its end a moment later.
-        Until then the daemon tells of that process, and the next pull would find nobody there.
+        Until then the daemon tells of that process, and the next pull would find nobody there. It may tell of other
+        pools of it than before, so that metadata do not show whether they are of another one.
         """
-        stale = welcome.metadata == self.lost_metadata and now < self.believed_from
+        stale = _run_of(welcome) == self.lost_run and now < self.believed_from
         return self.state in (State.GREETING, State.REFRESHING) and not stale
 
     def note_unreached(self, now: float, context: ActorContext) -> None:
@@ -233,3 +234,8 @@ class Peer:
             unreached_seconds=None if self.unreached_from is None else round(now - self.unreached_from, 3),
             incarnation=self.welcome.incarnation if self.welcome else None,
         )
+
+
+def _run_of(welcome: Welcome | None) -> tuple[int, int] | None:
+    """What is another one after the daemon, or its transport to other hosts, was started again."""
+    return None if welcome is None else (welcome.incarnation, welcome.starts)

@@ -243,9 +243,9 @@ def test_a_pull_waits_for_a_peer_that_is_greeted_within_a_heartbeat_though_the_t
     assert len(stage.asks(Claim)) == 1
 
 
-def restarted_transport():
+def restarted_transport(starts=1):
     """What a daemon says whose transport's process is another one."""
-    return msgspec.structs.replace(welcome_of(), metadata=b"anew")
+    return msgspec.structs.replace(welcome_of(), metadata=b"anew", starts=starts)
 
 
 def unreached(stage):
@@ -306,13 +306,14 @@ def test_a_peer_that_the_transport_lost_is_greeted_at_once_but_not_twice_within_
     assert len(stage.asks(Hello)) == 4
 
 
-def test_a_welcome_that_tells_of_a_transport_that_was_just_lost_is_not_believed_for_a_heartbeat(stage):
+@pytest.mark.parametrize("metadata", [b"m", b"of other pools"])
+def test_a_welcome_that_tells_of_a_transport_that_was_just_lost_is_not_believed_for_a_heartbeat(stage, metadata):
     """Its daemon has not heard yet that the process is dead: a pull would be lost to it, and the next ones for long."""
     stage.pull("torn", timeout=60.0)
     stage.peer_says(welcome_of())
     stage.transport_says(PeerFailed("peer#1", "connection reset"))
     stage.pull("next", blocks=(4, 5), timeout=60.0)
-    stage.peer_says(welcome_of())
+    stage.peer_says(msgspec.structs.replace(welcome_of(), metadata=metadata))
     assert stage.actors.handshake.report()[0].state == "greeting"
     stage.run(1.5)
     stage.peer_says(restarted_transport())
@@ -553,7 +554,7 @@ def test_a_peer_whose_transport_was_started_again_is_asked_for_its_new_keys_and_
     for starts in range(1, 9):
         stage.pongs(5, starts=starts)
         if len(stage.asks(Hello)) == 2:
-            stage.peer_says(msgspec.structs.replace(restarted_transport(), starts=starts))
+            stage.peer_says(restarted_transport(starts))
     assert given == [b"m", b"anew"]
     assert len(stage.asks(Hello)) == 2
     assert [failed.code for failed in stage.notified] == ["peer_lost"], "what was under way is lost, as after any loss"
