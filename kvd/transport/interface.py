@@ -122,7 +122,7 @@ class PeerAdded(Struct, frozen=True, gc=False, tag=True):
 
 
 class PeerFailed(Struct, frozen=True, gc=False, tag=True):
-    """The metadata of `agent` was unusable, or the connection broke: the peer is forgotten."""
+    """The metadata of `agent` was unusable, or the connection broke: the peer is forgotten, and no read of it lands."""
 
     agent: str
     reason: _Text

@@ -17,7 +17,16 @@ from kvd.errors import DeviceError, ErrorCode
 from kvd.limits import KIB
 from kvd.memory.cuda import CudaProvider
 from kvd.plan import Descriptors
-from kvd.transport.interface import Answered, Landed, PeerAdded, ReadFailed, ReadRequest, Region, TransportDied
+from kvd.transport.interface import (
+    Answered,
+    Landed,
+    PeerAdded,
+    PeerFailed,
+    ReadFailed,
+    ReadRequest,
+    Region,
+    TransportDied,
+)
 from kvd.transport.samehost import launches
 from kvd.transport.samehost.copies import CopyThreads
 from kvd.transport.samehost.gpu import SmallCopies
@@ -163,6 +172,20 @@ def test_a_transport_that_stops_or_loses_its_peer_waits_for_what_the_gpu_copies(
             sides.read(2, 6)
             sides.consumer.stop()
             assert sides.arrived() == [5, 6]
+
+    asyncio.run(check())
+
+
+@over_standin(copy_us=300_000)
+def test_a_read_of_a_lost_peer_does_not_land_though_the_gpu_copies_it_to_its_end():
+    async def check():
+        async with two_sides() as sides:
+            sides.read(1, 5)
+            sides.producer.stop()
+            ends = [await sides.heard(PeerFailed | Landed | ReadFailed) for _ in range(2)]
+            assert [type(end) for end in ends] == [PeerFailed, ReadFailed]
+            assert "lost agent 'p#1'" in ends[1].reason
+            assert sides.arrived() == [5]
 
     asyncio.run(check())
 

@@ -60,6 +60,8 @@ class ImportedPools:
         self._lent: dict[int, _Lent] = {}
         """By the address of the pool in the exporting daemon's process."""
         self.process: ProcessMemory | None = None
+        self.lost = ""
+        """Why no read of them lands any more."""
         self._users = 1
 
     def fileno(self) -> int:

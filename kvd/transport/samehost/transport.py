@@ -246,9 +246,12 @@ class SameHostTransport:
         pools = self._peers.get(agent)
         self._forget(agent)
         self._on_event(PeerFailed(agent, reason))
+        if pools is None:
+            return
+        pools.lost = f"lost agent {agent!r}: {reason}"
         for read, (used, _) in list(self._reads.items()):
             if used is pools:
-                self._copies.give_up(read, f"lost agent {agent!r}: {reason}")
+                self._copies.give_up(read, pools.lost)
 
     def remove_peer(self, agent: str) -> None:
         """Forgets `agent`; its open reads keep what they read from. No answer."""
@@ -342,6 +345,8 @@ class SameHostTransport:
         try:
             if isinstance(event, Landed | ReadFailed):
                 pools, base = self._reads.pop(event.read)
+                if pools.lost and isinstance(event, Landed):  # its last slice was being copied as the peer was lost
+                    event = ReadFailed(event.read, pools.lost)
                 pools.release(base)
         finally:  # a driver that does not unmap a pool does not keep the read open
             self._on_event(event)
