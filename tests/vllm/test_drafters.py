@@ -94,6 +94,7 @@ async def test_a_decode_side_that_drafts_gives_the_tokens_of_vllms_own_connector
         assert await _read(kvd) > 0
     nixl = NixlPair(tmp_path, models, model, drafters={"decode": N_GRAMS})
     async with started(nixl):
+        await nixl.meet()
         for ours, prompt in zip(got, prompts, strict=True):
             assert_same(ours, await nixl.complete(prompt, TOKENS))
 

@@ -133,8 +133,10 @@ async def test_vllms_own_connector_moves_blocks_between_servers_behind_it(models
     body = make_body(MODEL, make_prompt(500, seed=6), TOKENS)
     try:
         await start_all([*pair.services, router])
+        await pair.meet()
+        moved = (await scrape(pair.decode)).total("vllm:nixl_bytes_transferred_sum")
         got = await complete(router.url, body)
-        assert (await scrape(pair.decode)).total("vllm:nixl_bytes_transferred_sum") > 0
+        assert (await scrape(pair.decode)).total("vllm:nixl_bytes_transferred_sum") > moved
         assert_same(got, await complete(pair.decode.url, body | {"cache_salt": "alone"}))
     finally:
         stop_all([*pair.services, router])

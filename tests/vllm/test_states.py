@@ -80,6 +80,7 @@ async def test_a_pair_gives_the_tokens_of_vllms_own_connector_with_prefix_hits_a
     for server in (pair.prefill, pair.decode):
         server.variables["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"  # without it, NixlConnector ends its server
     async with running(pair):
+        await pair.meet()
         expected = await _completions(pair)
     pair = KvdPair(tmp_path, models, MODEL, policy="recompute")
     async with running(pair):

@@ -1,6 +1,7 @@
 """A prefill and a decode server with what moves KV between them: two kvd daemons, or vLLM's own NixlConnector."""
 
 import asyncio
+import contextlib
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -187,6 +188,13 @@ class NixlPair(Pair):
             self._extra = {"num_threads": threads}
             self.name, self.title = f"nixl-{threads}", f"NixlConnector, num_threads {threads}"
         super().__init__(folder, models, model, blocks=blocks, drafters=drafters)
+
+    async def meet(self) -> None:
+        """Returns when the two sides know each other: NixlConnector gives that 5 s, too few on a busy machine."""
+        while True:
+            with contextlib.suppress(HttpError):
+                await self.complete([2, 3], 1)
+                return
 
     def connector(self, side: str) -> dict[str, Any]:
         """The same on both sides."""
