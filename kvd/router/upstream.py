@@ -270,19 +270,24 @@ class Upstream:
         return body
 
     async def reach(self, server: Server) -> None:
-        """Connects to it, and asks for nothing.
+        """Connects to it as a request would, and asks for nothing.
 
         Raises:
             ServerFailed: It cannot be reached.
 
         """
-        url = URL(server.url)  # which knows the port of a URL that names none
+        connector = self._session.connector
+        assert connector is not None  # noqa: S101  # the session is open
+        # A connection of another kind may fail where requests get through: a name has several addresses, is looked up
+        # slowly, or by many at once.
+        request = aiohttp.ClientRequest("GET", URL(server.url), loop=asyncio.get_running_loop())
         try:
-            async with asyncio.timeout(limits.CONNECT_SECONDS):
-                _, writer = await asyncio.open_connection(url.host, url.port)
-        except OSError as error:
+            connection = await connector.connect(request, [], self._whole)
+        except TimeoutError as error:
             raise _unreached(server, error) from error
-        writer.close()
+        except _FAILURES as error:
+            raise _failure(server, error) from error
+        connection.close()
 
     async def get(self, server: Server, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Status and body of what `server` answers within moments.
@@ -332,5 +337,5 @@ def _failure(server: Server, error: Exception) -> ServerFailed:
 
 
 def _unreached(server: Server, error: OSError) -> ServerFailed:
-    text = f"cannot be reached: {error.strerror or error or 'it does not answer'}; is it running?"
+    text = f"cannot be reached: {error.strerror or str(error) or 'it does not answer'}; is it running?"
     return ServerFailed(ErrorCode.PEER_LOST, server, text, lost=True)

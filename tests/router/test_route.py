@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 from types import SimpleNamespace
 
 import aiohttp
@@ -184,18 +185,76 @@ async def test_while_no_decode_server_can_be_reached_no_prompt_is_computed(count
 
 
 async def test_a_decode_server_at_the_port_of_its_scheme_is_reached(monkeypatch) -> None:
-    connected: list[tuple[str | None, int | None]] = []
+    connected: list[tuple[str, int]] = []
 
-    async def connect(host: str | None, port: int | None):
-        connected.append((host, port))
+    async def connect(addr_infos, **_):
+        connected.extend(address[:2] for *_, address in addr_infos)
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(asyncio, "open_connection", connect)
+    monkeypatch.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", connect)
+    looked_up = names(monkeypatch, "192.0.2.1")
     async with Upstream(Timeouts(1.0, 1.0)) as upstream:
         for url in ("http://decode", "https://decode", "http://[::1]:8000"):
             with pytest.raises(ServerFailed, match="cannot be reached"):
                 await upstream.reach(*Servers("decode", [url]).all)
-    assert connected == [("decode", 80), ("decode", 443), ("::1", 8000)]
+    assert connected == [("192.0.2.1", 80), ("192.0.2.1", 443), ("::1", 8000)]
+    assert looked_up == ["decode", "decode"]
+
+
+def names(monkeypatch, *addresses: str) -> list[str]:
+    """Every name has these addresses. Returns what is looked up."""
+    looked_up = []
+
+    async def resolve(self, host: str, port: int = 0, family: int = 0):
+        looked_up.append(host)
+        await asyncio.sleep(0)
+        shared = {"hostname": host, "port": port, "family": socket.AF_INET, "proto": 0, "flags": 0}
+        return [shared | {"host": address} for address in addresses]
+
+    monkeypatch.setattr("aiohttp.ThreadedResolver.resolve", resolve)
+    return looked_up
+
+
+async def test_a_decode_server_is_reached_at_any_of_its_addresses(monkeypatch) -> None:
+    """As requests are, to which an address that is silent costs a moment."""
+    looked_up = names(monkeypatch, "127.0.0.2", "127.0.0.1")
+    async with scripted(decoded) as server:
+        port = int(server.url.rpartition(":")[2])
+        with silent("127.0.0.2", port):
+            async with Upstream(Timeouts(MOMENT, MOMENT)) as upstream:
+                await upstream.reach(*Servers("decode", [f"http://decode.test:{port}"]).all)
+    assert looked_up == ["decode.test"]
+
+
+@contextlib.contextmanager
+def silent(host: str, port: int):
+    """An address that answers nobody who connects."""
+    with contextlib.ExitStack() as stack:
+        listener, *clients = (stack.enter_context(socket.socket()) for _ in range(4))
+        listener.bind((host, port))
+        listener.listen(0)
+        for client in clients:  # fill its backlog
+            client.setblocking(False)
+            client.connect_ex((host, port))
+        yield
+
+
+async def test_many_requests_look_a_decode_servers_name_up_once(monkeypatch) -> None:
+    """Lookups have a few threads, and many of them would take longer than a connection may."""
+    looked_up = names(monkeypatch, "127.0.0.1")
+    async with scripted(decoded) as server, Upstream(Timeouts(MOMENT, MOMENT)) as upstream:
+        (named,) = Servers("decode", [server.url.replace("127.0.0.1", "decode.test")]).all
+        await asyncio.gather(*(upstream.reach(named) for _ in range(20)))
+    assert looked_up == ["decode.test"]
+
+
+async def test_a_decode_server_that_does_not_take_a_connection_is_said_not_to_answer(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.1)
+    async with scripted(decoded) as server, Upstream(Timeouts(MOMENT, MOMENT)) as upstream:
+        port = int(server.url.rpartition(":")[2])
+        with silent("127.0.0.2", port), pytest.raises(ServerFailed, match="reached: it does not answer; is") as failed:
+            await upstream.reach(*Servers("decode", [f"http://127.0.0.2:{port}"]).all)
+    assert failed.value.lost
 
 
 async def test_a_server_that_failed_rests(monkeypatch) -> None:
