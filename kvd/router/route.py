@@ -123,8 +123,9 @@ class Router:
 
     async def _attempt(self, request: Request, client: Reply, attempts: Attempts) -> None:
         pair = self._affinity.find(request.body.prefixes)
+        reached = None
         if self._needs_prefill(request, attempts):
-            await self._reach_decode(attempts)
+            reached = await self._reached(attempts)
             server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
             if not (attempts.in_turn or attempts.tried or self._decode.have(Engine.SGLANG)):
                 prefill = partial(self._prefill_answer, turn=attempts.turn)
@@ -132,7 +133,7 @@ class Router:
             if attempts.early is None and not await self._prefilled(request, client, server, attempts):
                 return
             attempts.prefill = server
-        server = self._choose(self._decode, attempts, pair.decode if pair else None)
+        server = self._choose(self._decode, attempts, reached or (pair.decode if pair else None))
         sent = Sent()
         try:
             if attempts.early is None:
@@ -184,13 +185,16 @@ class Router:
             self._release(request, attempts)
         await self._attempt(request, client, attempts)
 
-    async def _reach_decode(self, attempts: Attempts) -> None:
-        """Fails if no decode server can be reached: an offer that none takes stands in the prefill engine's cache for
-        its ttl, and under load such offers soon fill that.
+    async def _reached(self, attempts: Attempts) -> Server | None:
+        """A decode server that can be reached, if all have failed; requests take turns at finding one.
+
+        An offer that none takes stands in the prefill engine's cache for its ttl, and such offers soon fill that.
         """
-        left = [server for server in self._decode.all if server not in attempts.tried]
-        if all(server.failures for server in left):
-            await self._upstream.reach(min(left, key=lambda server: server.rests_until))
+        if not all(server.failures for server in self._decode.all if server not in attempts.tried):
+            return None
+        server = self._choose(self._decode, attempts, None)
+        await self._upstream.reach(server)
+        return server
 
     def _choose(self, servers: Servers, attempts: Attempts, known_by: Server | None) -> Server:
         now = time.monotonic()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from types import SimpleNamespace
 
 import aiohttp
@@ -12,7 +13,7 @@ import pytest
 from kvd.router import limits
 from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
-from kvd.router.servers import Servers
+from kvd.router.servers import Servers, rest
 from kvd.router.upstream import ServerFailed, Timeouts, Upstream
 from tests.router.scripted import (
     BODY,
@@ -182,6 +183,19 @@ async def test_while_no_decode_server_can_be_reached_no_prompt_is_computed(count
         stage.server._decodes.all[-1].place = places[-1]
         assert [(await stage.ask())[0] for _ in range(2)] == [200, 200]
         assert len(stage.prefill[0].bodies) == 3
+
+
+async def test_a_decode_server_that_is_back_is_found_among_many_that_are_not() -> None:
+    """Each request looks for three of them, but not all for the same three."""
+    async with routed([prefilled], [decoded] * 4) as stage:
+        *gone, back = stage.server._decodes.all
+        now = time.monotonic()
+        for server in gone:
+            server.place = place("http://127.0.0.1:1")
+            rest(server, now)
+        rest(back, now)
+        back.rests_until += 600.0
+        assert 200 in [(await stage.ask())[0] for _ in range(2)]
 
 
 async def test_a_decode_server_at_the_port_of_its_scheme_is_reached(monkeypatch) -> None:
