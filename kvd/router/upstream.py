@@ -13,7 +13,7 @@ import aiohttp
 from yarl import URL
 
 from kvd.errors import ErrorCode, Unavailable
-from kvd.limits import MAX_ERROR_TEXT, MIB
+from kvd.limits import MAX_ERROR_TEXT
 from kvd.router import limits
 from kvd.router.events import Beginning, Said
 from kvd.router.servers import Server
@@ -216,7 +216,7 @@ class Upstream:
             try:
                 answer = Answer(server, response, begun, first)
                 if answer.status >= 500 or answer.status == HTTPStatus.TOO_MANY_REQUESTS:
-                    raise _refusal(server, answer, await answer.read(MIB))
+                    raise await _refusal(server, answer)
                 yield answer
             finally:
                 response.close()  # one that was read to its end has given its connection back already
@@ -296,9 +296,11 @@ class Upstream:
             ServerFailed: It does not.
 
         """
+        begun = asyncio.get_running_loop().time()
         try:
             async with self._session.get(server.url + path, headers=headers, timeout=self._probe) as response:
-                return response.status, await response.read()
+                answer = Answer(server, response, begun, limits.PROBE_SECONDS)
+                return answer.status, await answer.read(limits.PROBE_BYTES)
         except _FAILURES as error:
             raise _failure(server, error) from error
 
@@ -318,7 +320,12 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return made
 
 
-def _refusal(server: Server, answer: Answer, body: bytes) -> ServerFailed:
+async def _refusal(server: Server, answer: Answer) -> ServerFailed:
+    try:
+        async with asyncio.timeout(limits.REFUSAL_SECONDS):
+            body = await answer.read(limits.REFUSAL_BYTES)
+    except TimeoutError as error:
+        raise _failure(server, error) from error
     said = body[:MAX_ERROR_TEXT].decode(errors="replace")
     whole = Whole(answer.status, answer.headers, body) if answer.status == HTTPStatus.TOO_MANY_REQUESTS else None
     code = ErrorCode.OVERLOADED if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else ErrorCode.PEER_LOST

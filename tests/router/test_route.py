@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from kvd.router import limits
 from kvd.router.clients.http import HttpServer
@@ -320,6 +321,23 @@ async def test_a_server_that_keeps_failing_gets_one_request_after_each_of_its_pa
             await stage.ask()
             assert len(stage.prefill[0].bodies) == asked + 1
             now -= 0.9 * (pause or 0.5) * limits.REST_SECONDS
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("status", [429, 500])
+async def test_a_failure_whose_text_does_not_end_is_tried_elsewhere(status: int, stream: bool, monkeypatch) -> None:
+    monkeypatch.setattr(limits, "REFUSAL_SECONDS", 0.2)
+
+    async def endless(server: Scripted, request, body):
+        answer = web.StreamResponse(status=status)
+        await answer.prepare(request)
+        while True:
+            await answer.write(b" ")
+            await asyncio.sleep(0.01)
+
+    async with routed([prefilled], [endless, decoded]) as stage:
+        assert (await stage.ask(stream=stream))[0] == 200
+        await stage.decode[0].until(lambda server: server.open == 0)
 
 
 async def test_nothing_is_tried_again_after_the_first_token() -> None:
