@@ -26,7 +26,7 @@ from kvd.router.growing import Early, Producers
 from kvd.router.legs import Meeting, told
 from kvd.router.metrics import Metrics
 from kvd.router.reply import Reply
-from kvd.router.servers import Server, Servers, ask, rest, served
+from kvd.router.servers import Server, Servers, ask, refused, rest, served
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 
 logger = logging.getLogger(__name__)
@@ -219,6 +219,7 @@ class Router:
     async def _use(self, answer: Prefilled | Whole, client: Reply, server: Server, attempts: Attempts) -> bool:
         """Gets `attempts.prefilled` from an answer. False if that refuses the request, as the client then knows."""
         if isinstance(answer, Whole):
+            refused(server)
             await _pass_on(answer, client)
             return False
         attempts.prefilled = answer
@@ -230,6 +231,7 @@ class Router:
         attempts.meeting = Meeting(self._upstream, request, server)
         found = await attempts.meeting.prefilled()
         if isinstance(found, Whole):
+            refused(server)
             await _pass_on(found, client)
             return False
         attempts.prefilled = found
@@ -262,6 +264,7 @@ class Router:
         ) as answer:
             if answer.status != HTTPStatus.OK:
                 attempts.refused_by, attempts.answered = server, True
+                refused(server)
                 await _relay(answer, await answer.part(), client)
                 return
             said, first = await answer.beginning()
