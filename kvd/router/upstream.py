@@ -334,6 +334,8 @@ async def _refusal(server: Server, answer: Answer) -> ServerFailed:
 
 def _failure(server: Server, error: Exception) -> ServerFailed:
     match error:
+        case aiohttp.ConnectionTimeoutError():
+            return _unreached(server, error)
         case TimeoutError():
             return ServerFailed(ErrorCode.DEADLINE, server, "did not answer in time")
         case aiohttp.ClientConnectorError():

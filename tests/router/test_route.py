@@ -186,6 +186,20 @@ async def test_while_no_decode_server_can_be_reached_no_prompt_is_computed(count
         assert len(stage.prefill[0].bodies) == 3
 
 
+async def test_while_a_decode_servers_host_answers_nobody_no_prompt_is_computed(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.2)
+    async with routed([prefilled], [decoded]) as stage:
+        (decode,) = stage.server._decodes.all
+        port = int(decode.url.rpartition(":")[2])
+        decode.place = place(f"http://127.0.0.2:{port}")
+        with silent("127.0.0.2", port):
+            for _ in range(3):
+                status, error = await stage.error()
+                assert (status, error["code"]) == (502, "peer_lost")
+                assert "cannot be reached" in error["message"]
+        assert len(stage.prefill[0].bodies) == 1
+
+
 async def test_a_decode_server_that_is_back_is_found_among_many_that_are_not() -> None:
     """Each request looks for three of them, but not all for the same three."""
     async with routed([prefilled], [decoded] * 4) as stage:
