@@ -26,7 +26,7 @@ import msgspec
 from multidict import CIMultiDict
 
 from kvd.router import limits
-from kvd.router.body import Request, knows_turns, seconds_of
+from kvd.router.body import NULL, Request, knows_turns, seconds_of
 from kvd.router.engines import Engine, Prefilled
 from kvd.router.legs import read
 from kvd.router.metrics import Metrics, Turn
@@ -40,6 +40,8 @@ _CONVERSATION: Final = "X-Conversation-Id"
 _SALT: Final = "cache_salt"
 _FIELD: Final = "conversation_id"
 """Of vLLM's benchmark of conversations, and of its proxy for them."""
+_NO_NAME: Final = {bytes(NULL), b'""'}
+"""What clients send that leave it unset: it would be one conversation of all."""
 
 _COMPLETIONS: Final = "/v1/completions"
 _CHAT: Final = "/v1/chat/completions"
@@ -90,6 +92,9 @@ class Conversations:
 
     def keep(self, request: Request, server: Server, name: str) -> None:
         """`server` has answered `request` to its end, and may have kept the turn that it was told the `name` of."""
+        if len(self._asking) >= limits.TURNS_ASKED:  # more have ended at once than were asked for when they began
+            self._metrics.turns.labels(Turn.NOT_KEPT).inc()
+            return
         now = time.monotonic()
         turn = _Turn(asyncio.get_running_loop().create_future(), now + limits.TURN_SECONDS)
         key = _own_key(request)
@@ -145,7 +150,8 @@ def _keys(request: Request) -> Iterator[bytes]:
     who = hashlib.blake2b(digest_size=16, person=b"kvd router")
     for part in (request.headers.get("Authorization", "").encode(errors="replace"), bytes(fields.get(_SALT, b""))):
         who.update(len(part).to_bytes(4, "little") + part)
-    named = request.headers.get(_CONVERSATION, "").encode(errors="replace") or bytes(fields.get(_FIELD, b""))
+    field = bytes(fields.get(_FIELD, NULL))
+    named = request.headers.get(_CONVERSATION, "").encode(errors="replace") or (b"" if field in _NO_NAME else field)
     if named:
         who.update(b"\0" + bytes(fields.get("model", b"")) + b"\0" + named)
         yield who.digest()

@@ -13,6 +13,7 @@ from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
+from yarl import URL
 
 from kvd.errors import ErrorCode, refusal
 
@@ -62,10 +63,12 @@ def place(url: str) -> Place:
         asked = parse_qs(parts.query, strict_parsing=bool(parts.query))
         numbers = [int(text) for text in asked.pop("bootstrap", [str(BOOTSTRAP_PORT)])]
         (parts.hostname or "").encode("idna")  # a UnicodeError is a ValueError
+        URL(url)  # which requests are made with; what it does not take is a ValueError, too
         valid = parts.scheme in {"http", "https", _SGLANG_URL} and parts.hostname and parts.port != 0
         valid = valid and not (asked or parts.path.strip("/") or parts.fragment)
         valid = valid and len(numbers) == 1 and 0 < numbers[0] < 1 << 16
         valid = valid and (engine is Engine.SGLANG or not parts.query)
+        valid = valid and parts.username is None  # a client's Authorization is passed on, and there can be one only
     except ValueError:
         valid = False
     if not valid:
@@ -123,18 +126,22 @@ def prefilled_of(answer: bytes, *, with_token: bool) -> Prefilled | None:
 
     Raises:
         msgspec.DecodeError: It is none.
-        ValueError: A token in it has no number.
+        ValueError: A token in it has no number, or its parameters are no UTF-8.
 
     """
     if not with_token:
         params = _decode(answer, _Params).kv_transfer_params
-        return Prefilled(params.copy()) if bytes(params).startswith(b"{") else None
+        return Prefilled(params.copy()) if _is_object(params) else None
     found: _Answer = _decode(answer, _Answer)
-    if not bytes(found.kv_transfer_params).startswith(b"{") or not (found.choices and found.choices[0].token_ids):
+    if not _is_object(found.kv_transfer_params) or not (found.choices and found.choices[0].token_ids):
         return None
     choice = found.choices[0]
     token = (choice.token_ids or [0])[0]
     return Prefilled(found.kv_transfer_params.copy(), (token, *_likely(choice.logprobs)))
+
+
+def _is_object(params: msgspec.Raw) -> bool:
+    return str(params, "utf-8").startswith("{")  # the decoder does not look into strings that nobody asks for
 
 
 def _likely(logprobs: _Logprobs | None) -> tuple[float, tuple[tuple[int, float], ...]]:

@@ -51,6 +51,10 @@ CLIENT_BODIES_BYTES: Final = BODIES_BYTES // 2
 PREFILL_ANSWER_BYTES: Final = 64 * MIB
 """A prefill server's answer: transfer parameters with a ticket, and perhaps the prompt, echoed with its logprobs."""
 
+REFUSAL_BYTES: Final = MIB
+REFUSAL_SECONDS: Final = 5.0
+"""The body of a 5xx or a 429, and its time after the head: it only says why, and another server may do the request."""
+
 CHUNK_BYTES: Final = 64 * KIB
 """Read ahead of a decode server's answer that the client has not taken yet; then the server waits."""
 
@@ -142,7 +146,9 @@ TURN_WAIT_SECONDS: Final = 0.2
 """How long a turn that comes at once waits for that answer: no longer than it takes to compute some hundred tokens."""
 
 PROBE_SECONDS: Final = 2.0
-"""For a server to say that it is healthy; the answer holds for as long, however often the router is asked."""
+PROBE_BYTES: Final = 4 * MIB
+"""For a server to say that it is healthy, or its models, thousands of adapters among them. That it is healthy holds for
+as long, however often the router is asked."""
 
 LINES: Final = 20
 """Log lines a minute from each place in the code: a traceback each makes 30 MB a day, however much clients send."""

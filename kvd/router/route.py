@@ -7,7 +7,6 @@ request goes its way one after the other: the decode server is then asked with w
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 
@@ -17,16 +16,17 @@ from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.limits import MAX_ERROR_TEXT
 from kvd.router import limits
 from kvd.router.affinity import Affinity, Pair
+from kvd.router.attempts import Attempts
 from kvd.router.body import Request, new_room
 from kvd.router.cleanup import Cleanup
 from kvd.router.conversations import Conversations
 from kvd.router.engines import Engine, Prefilled
 from kvd.router.events import Said
-from kvd.router.growing import Early, Producers
+from kvd.router.growing import Producers
 from kvd.router.legs import Meeting, told
 from kvd.router.metrics import Metrics
 from kvd.router.reply import Reply
-from kvd.router.servers import Server, Servers, ask, rest, served
+from kvd.router.servers import Server, Servers, ask, refused, rest, served
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 
 logger = logging.getLogger(__name__)
@@ -34,37 +34,6 @@ logger = logging.getLogger(__name__)
 
 class BrokenOff(Unavailable):
     """A decode server failed after part of its answer was passed on."""
-
-
-@dataclass(slots=True)
-class Attempts:
-    """What earlier attempts left: who failed, and the offer of a prefill that no decode server is known to have."""
-
-    tried: set[Server] = field(default_factory=set)
-    suspects: set[Server] = field(default_factory=set)
-    """Those of them that failed, unless the request is at fault."""
-    prefilled: Prefilled | None = None
-    prefill: Server | None = None
-    meeting: Meeting | None = None
-    """Of a prefill on a server of SGLang's; it withdraws the offer when it is ended."""
-    refused_by: Server | None = None
-    """The decode server whose refusal is the answer."""
-    turn: msgspec.Raw | None = None
-    """What the conversation's last turn left."""
-    early: Early | None = None
-    """The prefill that goes on."""
-    in_turn: bool = False
-    """Both servers are not asked at once any more."""
-    taken: bool = False
-    """The decode server's engine has the request: if it aborts that, it lets go of the offer, too."""
-    answered: bool = False
-    """The answer to the client has begun."""
-
-    def leave(self) -> None:
-        """Ends the meeting, if there is one."""
-        if self.meeting is not None:
-            self.meeting.end()
-            self.meeting = None
 
 
 class Router:
@@ -123,8 +92,9 @@ class Router:
 
     async def _attempt(self, request: Request, client: Reply, attempts: Attempts) -> None:
         pair = self._affinity.find(request.body.prefixes)
+        reached = None
         if self._needs_prefill(request, attempts):
-            await self._reach_decode(attempts)
+            reached = await self._reached(attempts)
             server = self._choose(self._prefill, attempts, pair.prefill if pair else None)
             if not (attempts.in_turn or attempts.tried or self._decode.have(Engine.SGLANG)):
                 prefill = partial(self._prefill_answer, turn=attempts.turn)
@@ -132,7 +102,7 @@ class Router:
             if attempts.early is None and not await self._prefilled(request, client, server, attempts):
                 return
             attempts.prefill = server
-        server = self._choose(self._decode, attempts, pair.decode if pair else None)
+        server = self._choose(self._decode, attempts, reached or (pair.decode if pair else None))
         sent = Sent()
         try:
             if attempts.early is None:
@@ -184,13 +154,16 @@ class Router:
             self._release(request, attempts)
         await self._attempt(request, client, attempts)
 
-    async def _reach_decode(self, attempts: Attempts) -> None:
-        """Fails if no decode server can be reached: an offer that none takes stands in the prefill engine's cache for
-        its ttl, and under load such offers soon fill that.
+    async def _reached(self, attempts: Attempts) -> Server | None:
+        """A decode server that can be reached, if all have failed; requests take turns at finding one.
+
+        An offer that none takes stands in the prefill engine's cache for its ttl, and such offers soon fill that.
         """
-        left = [server for server in self._decode.all if server not in attempts.tried]
-        if all(server.failures for server in left):
-            await self._upstream.reach(min(left, key=lambda server: server.rests_until))
+        if not all(server.failures for server in self._decode.all if server not in attempts.tried):
+            return None
+        server = self._choose(self._decode, attempts, None)
+        await self._upstream.reach(server)
+        return server
 
     def _choose(self, servers: Servers, attempts: Attempts, known_by: Server | None) -> Server:
         now = time.monotonic()
@@ -215,6 +188,7 @@ class Router:
     async def _use(self, answer: Prefilled | Whole, client: Reply, server: Server, attempts: Attempts) -> bool:
         """Gets `attempts.prefilled` from an answer. False if that refuses the request, as the client then knows."""
         if isinstance(answer, Whole):
+            refused(server)
             await _pass_on(answer, client)
             return False
         attempts.prefilled = answer
@@ -226,6 +200,7 @@ class Router:
         attempts.meeting = Meeting(self._upstream, request, server)
         found = await attempts.meeting.prefilled()
         if isinstance(found, Whole):
+            refused(server)
             await _pass_on(found, client)
             return False
         attempts.prefilled = found
@@ -258,6 +233,7 @@ class Router:
         ) as answer:
             if answer.status != HTTPStatus.OK:
                 attempts.refused_by, attempts.answered = server, True
+                refused(server)
                 await _relay(answer, await answer.part(), client)
                 return
             said, first = await answer.beginning()

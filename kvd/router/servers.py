@@ -91,6 +91,11 @@ def ask(server: Server, now: float) -> None:
         rest(server, now)
 
 
+def refused(server: Server) -> None:
+    """Notes that it refused a request, which says nothing of others: the next one finds out whether it still fails."""
+    server.rests_until = 0.0
+
+
 def served(server: Server) -> None:
     """Notes that it served a request."""
     server.failures, server.rests_until = 0, 0.0

@@ -13,7 +13,7 @@ import aiohttp
 from yarl import URL
 
 from kvd.errors import ErrorCode, Unavailable
-from kvd.limits import MAX_ERROR_TEXT, MIB
+from kvd.limits import MAX_ERROR_TEXT
 from kvd.router import limits
 from kvd.router.events import Beginning, Said
 from kvd.router.servers import Server
@@ -216,7 +216,7 @@ class Upstream:
             try:
                 answer = Answer(server, response, begun, first)
                 if answer.status >= 500 or answer.status == HTTPStatus.TOO_MANY_REQUESTS:
-                    raise _refusal(server, answer, await answer.read(MIB))
+                    raise await _refusal(server, answer)
                 yield answer
             finally:
                 response.close()  # one that was read to its end has given its connection back already
@@ -270,19 +270,24 @@ class Upstream:
         return body
 
     async def reach(self, server: Server) -> None:
-        """Connects to it, and asks for nothing.
+        """Connects to it as a request would, and asks for nothing.
 
         Raises:
             ServerFailed: It cannot be reached.
 
         """
-        url = URL(server.url)  # which knows the port of a URL that names none
+        connector = self._session.connector
+        assert connector is not None  # noqa: S101  # the session is open
+        # A connection of another kind may fail where requests get through: a name has several addresses, is looked up
+        # slowly, or by many at once.
+        request = aiohttp.ClientRequest("GET", URL(server.url), loop=asyncio.get_running_loop())
         try:
-            async with asyncio.timeout(limits.CONNECT_SECONDS):
-                _, writer = await asyncio.open_connection(url.host, url.port)
-        except OSError as error:
+            connection = await connector.connect(request, [], self._whole)
+        except TimeoutError as error:
             raise _unreached(server, error) from error
-        writer.close()
+        except _FAILURES as error:
+            raise _failure(server, error) from error
+        connection.close()
 
     async def get(self, server: Server, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Status and body of what `server` answers within moments.
@@ -291,9 +296,11 @@ class Upstream:
             ServerFailed: It does not.
 
         """
+        begun = asyncio.get_running_loop().time()
         try:
             async with self._session.get(server.url + path, headers=headers, timeout=self._probe) as response:
-                return response.status, await response.read()
+                answer = Answer(server, response, begun, limits.PROBE_SECONDS)
+                return answer.status, await answer.read(limits.PROBE_BYTES)
         except _FAILURES as error:
             raise _failure(server, error) from error
 
@@ -313,7 +320,12 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return made
 
 
-def _refusal(server: Server, answer: Answer, body: bytes) -> ServerFailed:
+async def _refusal(server: Server, answer: Answer) -> ServerFailed:
+    try:
+        async with asyncio.timeout(limits.REFUSAL_SECONDS):
+            body = await answer.read(limits.REFUSAL_BYTES)
+    except TimeoutError as error:
+        raise _failure(server, error) from error
     said = body[:MAX_ERROR_TEXT].decode(errors="replace")
     whole = Whole(answer.status, answer.headers, body) if answer.status == HTTPStatus.TOO_MANY_REQUESTS else None
     code = ErrorCode.OVERLOADED if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else ErrorCode.PEER_LOST
@@ -322,6 +334,8 @@ def _refusal(server: Server, answer: Answer, body: bytes) -> ServerFailed:
 
 def _failure(server: Server, error: Exception) -> ServerFailed:
     match error:
+        case aiohttp.ConnectionTimeoutError():
+            return _unreached(server, error)
         case TimeoutError():
             return ServerFailed(ErrorCode.DEADLINE, server, "did not answer in time")
         case aiohttp.ClientConnectorError():
@@ -332,5 +346,5 @@ def _failure(server: Server, error: Exception) -> ServerFailed:
 
 
 def _unreached(server: Server, error: OSError) -> ServerFailed:
-    text = f"cannot be reached: {error.strerror or error or 'it does not answer'}; is it running?"
+    text = f"cannot be reached: {error.strerror or str(error) or 'it does not answer'}; is it running?"
     return ServerFailed(ErrorCode.PEER_LOST, server, text, lost=True)

@@ -176,6 +176,15 @@ async def test_a_conversation_is_found_by_the_name_that_its_client_gives_it() ->
         assert given(stage.prefill[0])[-1] is not None
 
 
+@pytest.mark.parametrize("unset", [None, ""])
+async def test_a_conversation_whose_name_is_left_unset_is_found_by_its_messages(unset: Any) -> None:
+    async with routed([prefilled], [keeping()]) as stage:
+        for number, texts in enumerate([("a",), ("z",), ("a", "b", "c")]):
+            await stage.ask(CHAT, messages=chat(*texts), conversation_id=unset)
+            await kept(stage, number + 1)
+        assert given(stage.prefill[0]) == [None, None, named(stage.decode[0])[0]]
+
+
 @pytest.mark.parametrize(
     "more", [{"n": 2}, {"use_beam_search": True}, {"path": "/v1/completions"}, {"single": True}, {"prefill": {}}]
 )
@@ -198,7 +207,14 @@ async def telling_too_much(server: Scripted, request: web.Request, body: dict[st
     return web.json_response({"choices": [], "kv_transfer_params": LEFT | {"x": "y" * limits.TURN_BYTES}})
 
 
-@pytest.mark.parametrize("asked", [failing, vanishing, answering(404), answering(200), telling_too_much])
+async def telling_no_utf_8(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    body = b'{"kv_transfer_params": {"kvd_ticket": "L", "\xff": "\xff"}}'
+    return web.Response(body=body, content_type="application/json")
+
+
+@pytest.mark.parametrize(
+    "asked", [failing, vanishing, answering(404), answering(200), telling_too_much, telling_no_utf_8]
+)
 async def test_a_decode_server_that_kept_nothing_costs_no_turn(asked: Answering) -> None:
     async with routed([prefilled], [keeping(asked)]) as stage:
         await stage.ask(CHAT, messages=chat("a"))
@@ -252,6 +268,27 @@ async def test_decode_servers_are_asked_for_so_many_turns_at_a_time_and_keep_no_
         await decode.until(lambda server: len(server.bodies) == 2)  # the answer, and who asks for its turn
         await stage.ask(CHAT, messages=chat("b"))
         assert ["kvd_turn" in body["kv_transfer_params"] for body in decode.bodies] == [True, True, False]
+
+
+async def test_no_more_turns_are_asked_for_at_a_time_though_many_answers_end_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "TURNS_ASKED", 2)
+    may_end = asyncio.Event()
+
+    async def together(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await may_end.wait()
+        return await decoded(server, request, body)
+
+    async with routed([prefilled], [keeping(hanging, together)]) as stage:
+        asking = [asyncio.create_task(stage.ask(CHAT, messages=chat(text))) for text in "abcde"]
+        (decode,) = stage.decode
+        await decode.until(lambda server: len(server.bodies) == 5)
+        may_end.set()
+        await asyncio.gather(*asking)
+        await kept(stage, 3, outcome="not_kept")
+        await decode.until(lambda server: server.open == 2)
+        assert await stage.metric("kvd_router_kept_turns") == 2
 
 
 async def test_nothing_of_a_request_stays_in_memory_while_a_decode_server_is_asked_for_its_turn() -> None:

@@ -263,6 +263,8 @@ def test_a_url_says_what_runs_there(url: str, engine: Engine, where: tuple[str, 
         "http://a:0",
         "http://a:99999",
         "http://a..b:1",
+        "http://a\\b:1",
+        "http://user:password@a:1",
     ],
 )
 def test_what_is_no_url_of_a_server_is_refused_with_an_example(url: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import aiohttp
 import pytest
+from aiohttp import web
 from multidict import CIMultiDict
 
 from kvd.errors import BadRequest
@@ -22,7 +23,20 @@ from kvd.router.clients.headers import passed_on
 from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
 from kvd.router.upstream import Timeouts
-from tests.router.scripted import BODY, DONE, PATH, Stage, decoded, event, prefilled, routed, stalled, streaming, until
+from tests.router.scripted import (
+    BODY,
+    DONE,
+    PATH,
+    Scripted,
+    Stage,
+    decoded,
+    event,
+    prefilled,
+    routed,
+    stalled,
+    streaming,
+    until,
+)
 from tests.support.patience import PATIENCE
 
 CLIENTS = 1000
@@ -88,6 +102,19 @@ async def test_the_models_are_those_of_a_decode_server() -> None:
         stage.server._decodes.all[1].place = place("http://127.0.0.1:1")
         status, text = await stage.get("/v1/models")
         assert (status, json.loads(text)["error"]["code"]) == (502, "peer_lost")
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/models", 502), ("/readyz", 503)])
+async def test_what_servers_say_of_themselves_has_a_bound(monkeypatch, path: str, status: int) -> None:
+    async def telling(server: Scripted, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b"x" * 2000)
+
+    monkeypatch.setattr(Scripted, "handle", telling)
+    monkeypatch.setattr(limits, "PROBE_BYTES", 1000)
+    async with routed([prefilled], [decoded]) as stage:
+        answered, said = await stage.get(path)
+        assert answered == status
+        assert "answered with more than 1000 bytes" in said
 
 
 async def test_requests_for_the_models_are_passed_on_a_few_at_a_time(monkeypatch) -> None:

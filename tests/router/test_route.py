@@ -3,15 +3,18 @@
 import asyncio
 import contextlib
 import json
+import socket
+import time
 from types import SimpleNamespace
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from kvd.router import limits
 from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
-from kvd.router.servers import Servers
+from kvd.router.servers import Servers, rest
 from kvd.router.upstream import ServerFailed, Timeouts, Upstream
 from tests.router.scripted import (
     BODY,
@@ -183,19 +186,104 @@ async def test_while_no_decode_server_can_be_reached_no_prompt_is_computed(count
         assert len(stage.prefill[0].bodies) == 3
 
 
-async def test_a_decode_server_at_the_port_of_its_scheme_is_reached(monkeypatch) -> None:
-    connected: list[tuple[str | None, int | None]] = []
+async def test_while_a_decode_servers_host_answers_nobody_no_prompt_is_computed(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.2)
+    async with routed([prefilled], [decoded]) as stage:
+        (decode,) = stage.server._decodes.all
+        port = int(decode.url.rpartition(":")[2])
+        decode.place = place(f"http://127.0.0.2:{port}")
+        with silent("127.0.0.2", port):
+            for _ in range(3):
+                status, error = await stage.error()
+                assert (status, error["code"]) == (502, "peer_lost")
+                assert "cannot be reached" in error["message"]
+        assert len(stage.prefill[0].bodies) == 1
 
-    async def connect(host: str | None, port: int | None):
-        connected.append((host, port))
+
+async def test_a_decode_server_that_is_back_is_found_among_many_that_are_not() -> None:
+    """Each request looks for three of them, but not all for the same three."""
+    async with routed([prefilled], [decoded] * 4) as stage:
+        *gone, back = stage.server._decodes.all
+        now = time.monotonic()
+        for server in gone:
+            server.place = place("http://127.0.0.1:1")
+            rest(server, now)
+        rest(back, now)
+        back.rests_until += 600.0
+        assert 200 in [(await stage.ask())[0] for _ in range(2)]
+
+
+async def test_a_decode_server_at_the_port_of_its_scheme_is_reached(monkeypatch) -> None:
+    connected: list[tuple[str, int]] = []
+
+    async def connect(addr_infos, **_):
+        connected.extend(address[:2] for *_, address in addr_infos)
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(asyncio, "open_connection", connect)
+    monkeypatch.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", connect)
+    looked_up = names(monkeypatch, "192.0.2.1")
     async with Upstream(Timeouts(1.0, 1.0)) as upstream:
         for url in ("http://decode", "https://decode", "http://[::1]:8000"):
             with pytest.raises(ServerFailed, match="cannot be reached"):
                 await upstream.reach(*Servers("decode", [url]).all)
-    assert connected == [("decode", 80), ("decode", 443), ("::1", 8000)]
+    assert connected == [("192.0.2.1", 80), ("192.0.2.1", 443), ("::1", 8000)]
+    assert looked_up == ["decode", "decode"]
+
+
+def names(monkeypatch, *addresses: str) -> list[str]:
+    """Every name has these addresses. Returns what is looked up."""
+    looked_up = []
+
+    async def resolve(self, host: str, port: int = 0, family: int = 0):
+        looked_up.append(host)
+        await asyncio.sleep(0)
+        shared = {"hostname": host, "port": port, "family": socket.AF_INET, "proto": 0, "flags": 0}
+        return [shared | {"host": address} for address in addresses]
+
+    monkeypatch.setattr("aiohttp.ThreadedResolver.resolve", resolve)
+    return looked_up
+
+
+async def test_a_decode_server_is_reached_at_any_of_its_addresses(monkeypatch) -> None:
+    """As requests are, to which an address that is silent costs a moment."""
+    looked_up = names(monkeypatch, "127.0.0.2", "127.0.0.1")
+    async with scripted(decoded) as server:
+        port = int(server.url.rpartition(":")[2])
+        with silent("127.0.0.2", port):
+            async with Upstream(Timeouts(MOMENT, MOMENT)) as upstream:
+                await upstream.reach(*Servers("decode", [f"http://decode.test:{port}"]).all)
+    assert looked_up == ["decode.test"]
+
+
+@contextlib.contextmanager
+def silent(host: str, port: int):
+    """An address that answers nobody who connects."""
+    with contextlib.ExitStack() as stack:
+        listener, *clients = (stack.enter_context(socket.socket()) for _ in range(4))
+        listener.bind((host, port))
+        listener.listen(0)
+        for client in clients:  # fill its backlog
+            client.setblocking(False)
+            client.connect_ex((host, port))
+        yield
+
+
+async def test_many_requests_look_a_decode_servers_name_up_once(monkeypatch) -> None:
+    """Lookups have a few threads, and many of them would take longer than a connection may."""
+    looked_up = names(monkeypatch, "127.0.0.1")
+    async with scripted(decoded) as server, Upstream(Timeouts(MOMENT, MOMENT)) as upstream:
+        (named,) = Servers("decode", [server.url.replace("127.0.0.1", "decode.test")]).all
+        await asyncio.gather(*(upstream.reach(named) for _ in range(20)))
+    assert looked_up == ["decode.test"]
+
+
+async def test_a_decode_server_that_does_not_take_a_connection_is_said_not_to_answer(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.1)
+    async with scripted(decoded) as server, Upstream(Timeouts(MOMENT, MOMENT)) as upstream:
+        port = int(server.url.rpartition(":")[2])
+        with silent("127.0.0.2", port), pytest.raises(ServerFailed, match="reached: it does not answer; is") as failed:
+            await upstream.reach(*Servers("decode", [f"http://127.0.0.2:{port}"]).all)
+    assert failed.value.lost
 
 
 async def test_a_server_that_failed_rests(monkeypatch) -> None:
@@ -247,6 +335,40 @@ async def test_a_server_that_keeps_failing_gets_one_request_after_each_of_its_pa
             await stage.ask()
             assert len(stage.prefill[0].bodies) == asked + 1
             now -= 0.9 * (pause or 0.5) * limits.REST_SECONDS
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_server_is_not_out_of_use_for_requests_that_it_refuses(role: str) -> None:
+    async def refusing_some(server: Scripted, request, body):
+        good = prefilled if role == "prefill" else decoded
+        return await (refusing if body["prompt"].startswith("bad") else good)(server, request, body)
+
+    prefill, decode = ([refusing_some] * 2, [decoded]) if role == "prefill" else ([prefilled], [refusing_some] * 2)
+    async with routed(prefill, decode) as stage:
+        failed, _ = (stage.server._router._prefill if role == "prefill" else stage.server._decodes).all
+        rest(failed, time.monotonic() - limits.REST_SECONDS)
+        for number in range(8):  # one of them finds out whether it still fails
+            assert (await stage.ask(prompt=f"bad {number}"))[0] == 400
+        for number in range(8):
+            assert (await stage.ask(prompt=f"good {number}"))[0] == 200
+        assert failed.failures == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("status", [429, 500])
+async def test_a_failure_whose_text_does_not_end_is_tried_elsewhere(status: int, stream: bool, monkeypatch) -> None:
+    monkeypatch.setattr(limits, "REFUSAL_SECONDS", 0.2)
+
+    async def endless(server: Scripted, request, body):
+        answer = web.StreamResponse(status=status)
+        await answer.prepare(request)
+        while True:
+            await answer.write(b" ")
+            await asyncio.sleep(0.01)
+
+    async with routed([prefilled], [endless, decoded]) as stage:
+        assert (await stage.ask(stream=stream))[0] == 200
+        await stage.decode[0].until(lambda server: server.open == 0)
 
 
 async def test_nothing_is_tried_again_after_the_first_token() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.router.limits import AFFINITY_REQUESTS, LONGEST_REST_SECONDS, REST_SECONDS
-from kvd.router.servers import Servers, ask, rest, served
+from kvd.router.servers import Servers, ask, refused, rest, served
 
 LOADS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 
@@ -96,6 +96,18 @@ def test_one_request_finds_out_whether_a_server_still_fails_while_others_go_else
     assert chosen == [bad] + [good] * 5
     served(bad)
     assert servers.choose(now, known_by=bad) is bad
+
+
+def test_a_request_that_a_server_refuses_leaves_it_to_the_next_one_whether_it_still_fails() -> None:
+    """Otherwise who sends such requests could keep a server out of use that serves all others."""
+    bad, good = (servers := make([0, 0])).all
+    rest(bad, 0.0)
+    now = REST_SECONDS
+    for _ in range(5):
+        assert servers.choose(now, known_by=bad) is bad
+        ask(bad, now)
+        assert servers.choose(now, known_by=bad) is good
+        refused(bad)
 
 
 @given(LOADS, st.data())

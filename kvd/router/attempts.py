@@ -1,0 +1,41 @@
+"""What earlier attempts at a request left for the next one."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvd.router.engines import Prefilled
+from kvd.router.growing import Early
+from kvd.router.legs import Meeting
+from kvd.router.servers import Server
+
+
+@dataclass(slots=True)
+class Attempts:
+    """What earlier attempts left: who failed, and the offer of a prefill that no decode server is known to have."""
+
+    tried: set[Server] = field(default_factory=set)
+    suspects: set[Server] = field(default_factory=set)
+    """Those of them that failed, unless the request is at fault."""
+    prefilled: Prefilled | None = None
+    prefill: Server | None = None
+    meeting: Meeting | None = None
+    """Of a prefill on a server of SGLang's; it withdraws the offer when it is ended."""
+    refused_by: Server | None = None
+    """The decode server whose refusal is the answer."""
+    turn: msgspec.Raw | None = None
+    """What the conversation's last turn left."""
+    early: Early | None = None
+    """The prefill that goes on."""
+    in_turn: bool = False
+    """Both servers are not asked at once any more."""
+    taken: bool = False
+    """The decode server's engine has the request: if it aborts that, it lets go of the offer, too."""
+    answered: bool = False
+    """The answer to the client has begun."""
+
+    def leave(self) -> None:
+        """Ends the meeting, if there is one."""
+        if self.meeting is not None:
+            self.meeting.end()
+            self.meeting = None
