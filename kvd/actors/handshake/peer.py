@@ -70,6 +70,8 @@ class Peer:
     """That of a peer that the transport lost, and that was greeted at once."""
     believed_from: float = 0.0
     """When it may say `lost_metadata` again."""
+    starts: int = 0
+    """As in `Welcome`: whose keys to its memory the transport was given last, by this or another link to it."""
     renewed_from: float = -math.inf
     """When other keys of a transport that was started again count again."""
     pings: int = 0
@@ -111,7 +113,7 @@ class Peer:
         return Ping(self.pings)
 
     def answered(self, pong: Pong, now: float, heartbeat: float) -> Event | None:
-        """What the answer to the last ping tells that its welcome did not: another run, or other keys to its memory.
+        """What the answer to the last ping tells: another run than the welcome, or other keys than the transport has.
 
         Other keys count once in a while only: to take them in may take a second of a core, and peers are not trusted.
         """
@@ -121,7 +123,7 @@ class Peer:
         if pong.incarnation != self.welcome.incarnation:
             return Event.RESTARTED
         far = self.state in _READY and self.reached is not None and not self.reached.same_host
-        if not far or pong.starts == self.welcome.starts or now < self.renewed_from:
+        if not far or pong.starts <= self.starts or now < self.renewed_from:
             return None
         self.renewed_from = now + heartbeat * _LONGEST_PAUSE
         return Event.UNREACHABLE

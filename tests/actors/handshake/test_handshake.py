@@ -569,6 +569,23 @@ def test_other_keys_of_a_transport_that_is_not_used_within_the_host_change_nothi
     assert stage.notified == []
 
 
+@pytest.mark.parametrize("loading", [False, True], ids=["taken", "being-taken"])
+def test_new_keys_that_one_link_to_a_daemon_has_are_not_news_by_another_whatever_its_welcome_said(stage, loading):
+    for link, address in enumerate(("tcp://peer:1", "tcp://PEER:1"), 1):
+        stage.pull(f"p{link}", (link,), ticket=make_ticket(address=address, blocks=(0,)), timeout=600.0)
+        stage.peer_says(welcome_of(), link)
+    if loading:
+        stage.dependencies.transport.add_peer = lambda *_: None
+    stage.pull("late", (4,), ticket=make_ticket(pool="new", blocks=(0,)), timeout=600.0)
+    anew = msgspec.structs.replace(restarted_transport(), starts=2, pools=welcome_of(("there", "new")).pools)
+    stage.peer_says(anew)
+    for starts in (2, 1):  # the second was under way on the other link for longer
+        stage.pongs(5, link=2, starts=starts)
+    assert stage.notified == []
+    stage.pongs(5, link=2, starts=3)
+    assert {failed.request for failed in stage.notified} == {"p1", "p2", "late"}
+
+
 def test_other_keys_count_once_in_32_heartbeats():
     peer = Peer("tcp://peer:1", 1, silent_from=0.0, state=State.READY, welcome=welcome_of())
     peer.reached = PeerAdded("peer#1", b"m")
