@@ -230,7 +230,7 @@ class HandshakeActor(Actor):
         if key_of(first.address) != key_of(peer.address):
             text = f"the agent {welcome.agent!r} is that of {first.address}"
             self._misspoke(peer, refusal(ErrorCode.NOT_PERMITTED, text))
-        else:
+        elif peer.may_hurry():
             first.early.add(peer.link)
             self._step(first, Event.REFRESH)
         return False

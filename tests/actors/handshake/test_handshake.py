@@ -586,6 +586,19 @@ def test_new_keys_that_one_link_to_a_daemon_has_are_not_news_by_another_whatever
     assert {failed.request for failed in stage.notified} == {"p1", "p2", "late"}
 
 
+def test_a_daemon_that_tells_two_links_ever_different_things_is_asked_no_more_than_that_until_the_next_heartbeat(stage):
+    for link, address in enumerate(("tcp://peer:1", "tcp://PEER:1"), 1):
+        stage.pull(f"p{link}", (link,), ticket=make_ticket(address=address, blocks=(0,)), timeout=600.0)
+    for starts in range(20):
+        greeted = [link for link, message in stage.to_peers if isinstance(message, Hello)]
+        if starts == len(greeted):
+            break
+        stage.peer_says(msgspec.structs.replace(welcome_of(), starts=starts), greeted[starts])
+    assert greeted == [1, 2, 1, 2]
+    stage.run(1.0)
+    assert len(stage.asks(Hello)) == 5
+
+
 def test_other_keys_count_once_in_32_heartbeats():
     peer = Peer("tcp://peer:1", 1, silent_from=0.0, state=State.READY, welcome=welcome_of())
     peer.reached = PeerAdded("peer#1", b"m")
