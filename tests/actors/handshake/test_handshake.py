@@ -84,6 +84,19 @@ def test_a_peer_that_refuses_us_is_not_asked_as_fast_as_it_answers(stage):
     assert len(stage.asks(Hello)) == 2
 
 
+@pytest.mark.parametrize("loading", [False, True], ids=["ready", "loading"])
+def test_a_peer_that_says_welcome_and_then_refuses_us_is_not_asked_as_fast_as_it_answers_either(stage, loading):
+    if loading:
+        stage.dependencies.transport.add_peer = lambda *_: None
+    stage.pull(timeout=60.0)
+    for _ in range(5):
+        stage.peer_says(welcome_of())
+        stage.peer_says(Refuse(0, ErrorCode.BAD_VERSION, "speaks 9"))
+    assert len(stage.asks(Hello)) == 1
+    stage.run(1.0)
+    assert len(stage.asks(Hello)) == 2
+
+
 def test_a_peer_of_another_version_is_lost(stage):
     stage.pull()
     stage.peer_says(welcome_of(version=VERSION + 1))
