@@ -230,7 +230,7 @@ class HandshakeActor(Actor):
         if key_of(first.address) != key_of(peer.address):
             text = f"the agent {welcome.agent!r} is that of {first.address}"
             self._misspoke(peer, refusal(ErrorCode.NOT_PERMITTED, text))
-        elif peer.may_hurry():
+        else:
             first.early.add(peer.link)
             self._step(first, Event.REFRESH)
         return False
@@ -322,7 +322,8 @@ class HandshakeActor(Actor):
     def _carry_out(self, effect: Effect, peer: Peer, event: Event) -> None:
         match effect:
             case Effect.GREET | Effect.LOAD:
-                self._take_slot(peer)
+                if event is not Event.REFRESH or peer.is_refreshed_at_once():
+                    self._take_slot(peer)
             case Effect.ANNOUNCE:
                 self._announce(peer)
             case Effect.LOSE:

@@ -26,6 +26,9 @@ DATA_NETWORK = (
 _LONGEST_PAUSE = 32
 """Heartbeats: metadata that the transport tries out first costs a process, for a second of a core."""
 
+_REFRESHES = 4
+"""In one heartbeat: pools come seldom, and what a hostile peer answers may have us ask again each time."""
+
 _READY = frozenset({State.READY, State.REFRESHING})
 _LOADED = _READY | {State.LOADING}
 
@@ -57,8 +60,8 @@ class Peer:
     """Why its path is slower than it should be; None if it is not."""
     early: set[int] = field(default_factory=set)
     """Other links to the same daemon that were told more than this one, which is being refreshed."""
-    hurried: bool = False
-    """Whether another link was refreshed since its last heartbeat because this one was told more."""
+    refreshes: int = 0
+    """How often a pull or another link wanted its pools again since its last heartbeat."""
     loss: str = ""
     failures: int = 0
     """How often the transport has failed since it last reached the peer."""
@@ -98,16 +101,16 @@ class Peer:
         Heartbeats are counted, not seconds: a daemon that stood still for long has one late heartbeat, before it reads
         what its peers said meanwhile, and must not take its own silence for theirs.
         """
-        self.hurried = False
+        self.refreshes = 0
         greeted = now >= self.greeted_from  # if not, nothing is sent to it
         silent = greeted and self.missed == MISSED_BEATS
         self.missed = self.missed + 1 if greeted and not silent else 0
         return silent
 
-    def may_hurry(self) -> bool:
-        """Whether another link may be refreshed for this one: once a heartbeat, as it may be told more each time."""
-        hurried, self.hurried = self.hurried, True
-        return not hurried
+    def is_refreshed_at_once(self) -> bool:
+        """Whether it is asked for its pools now, and not by its next heartbeat; counts it."""
+        self.refreshes += 1
+        return self.refreshes <= _REFRESHES
 
     @property
     def metadata(self) -> bytes:

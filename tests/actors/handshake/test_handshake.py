@@ -599,17 +599,31 @@ def test_new_keys_that_one_link_to_a_daemon_has_are_not_news_by_another_whatever
     assert {failed.request for failed in stage.notified} == {"p1", "p2", "late"}
 
 
-def test_a_daemon_that_tells_two_links_ever_different_things_is_asked_no_more_than_that_until_the_next_heartbeat(stage):
+def refreshed(stage, answer):
+    """How often a peer is greeted that answers at once, beyond the first hello of each link; in at most 30 answers."""
+    for number in range(30):
+        greeted = [link for link, message in stage.to_peers if isinstance(message, Hello)]
+        if number == len(greeted):
+            break
+        stage.peer_says(answer(number), greeted[number])
+    return len(greeted) - len(set(greeted))
+
+
+def test_a_daemon_that_tells_two_links_ever_different_things_is_not_asked_as_fast_as_it_answers(stage):
     for link, address in enumerate(("tcp://peer:1", "tcp://PEER:1"), 1):
         stage.pull(f"p{link}", (link,), ticket=make_ticket(address=address, blocks=(0,)), timeout=600.0)
-    for starts in range(20):
-        greeted = [link for link, message in stage.to_peers if isinstance(message, Hello)]
-        if starts == len(greeted):
-            break
-        stage.peer_says(msgspec.structs.replace(welcome_of(), starts=starts), greeted[starts])
-    assert greeted == [1, 2, 1, 2]
+    assert refreshed(stage, lambda starts: msgspec.structs.replace(welcome_of(), starts=starts)) == 8  # four each
+
+
+def test_a_peer_that_grants_a_pool_of_which_no_welcome_tells_is_not_asked_as_fast_as_it_answers(stage):
+    stage.pull(timeout=600.0)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 99, 5))
+    assert refreshed(stage, lambda _: welcome_of()) == 4
     stage.run(1.0)
-    assert len(stage.asks(Hello)) == 5
+    assert len(stage.asks(Hello)) == 6
+    stage.peer_says(welcome_of(epoch=99))
+    assert ("read", 1) in stage.commands
 
 
 def test_other_keys_count_once_in_32_heartbeats():
