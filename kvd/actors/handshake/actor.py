@@ -144,6 +144,7 @@ class HandshakeActor(Actor):
         if peer.state is State.LOADING:
             assert peer.welcome is not None  # noqa: S101 - loading follows a welcome
             self._given[peer.welcome.agent] = peer.welcome, peer.pools
+            self._peers.given(peer.welcome)
             self._answers_due.set(peer.link, self.loop.time() + _LOADING)
             self._transport.add_peer(peer.welcome.agent, peer.welcome.metadata, peer.address)
         else:
@@ -321,7 +322,8 @@ class HandshakeActor(Actor):
     def _carry_out(self, effect: Effect, peer: Peer, event: Event) -> None:
         match effect:
             case Effect.GREET | Effect.LOAD:
-                self._take_slot(peer)
+                if event is not Event.REFRESH or peer.is_refreshed_at_once():
+                    self._take_slot(peer)
             case Effect.ANNOUNCE:
                 self._announce(peer)
             case Effect.LOSE:

@@ -26,6 +26,9 @@ DATA_NETWORK = (
 _LONGEST_PAUSE = 32
 """Heartbeats: metadata that the transport tries out first costs a process, for a second of a core."""
 
+_REFRESHES = 4
+"""In one heartbeat: pools come seldom, and what a hostile peer answers may have us ask again each time."""
+
 _READY = frozenset({State.READY, State.REFRESHING})
 _LOADED = _READY | {State.LOADING}
 
@@ -57,6 +60,8 @@ class Peer:
     """Why its path is slower than it should be; None if it is not."""
     early: set[int] = field(default_factory=set)
     """Other links to the same daemon that were told more than this one, which is being refreshed."""
+    refreshes: int = 0
+    """How often a pull or another link wanted its pools again since its last heartbeat."""
     loss: str = ""
     failures: int = 0
     """How often the transport has failed since it last reached the peer."""
@@ -70,6 +75,8 @@ class Peer:
     """Incarnation and `starts` of a peer that the transport lost, and that was greeted at once."""
     believed_from: float = 0.0
     """When it may tell of `lost_run` again."""
+    starts: int = 0
+    """As in `Welcome`: whose keys to its memory the transport was given last, by this or another link to it."""
     renewed_from: float = -math.inf
     """When other keys of a transport that was started again count again."""
     pings: int = 0
@@ -94,10 +101,16 @@ class Peer:
         Heartbeats are counted, not seconds: a daemon that stood still for long has one late heartbeat, before it reads
         what its peers said meanwhile, and must not take its own silence for theirs.
         """
+        self.refreshes = 0
         greeted = now >= self.greeted_from  # if not, nothing is sent to it
         silent = greeted and self.missed == MISSED_BEATS
         self.missed = self.missed + 1 if greeted and not silent else 0
         return silent
+
+    def is_refreshed_at_once(self) -> bool:
+        """Whether it is asked for its pools now, and not by its next heartbeat; counts it."""
+        self.refreshes += 1
+        return self.refreshes <= _REFRESHES
 
     @property
     def metadata(self) -> bytes:
@@ -111,7 +124,7 @@ class Peer:
         return Ping(self.pings)
 
     def answered(self, pong: Pong, now: float, heartbeat: float) -> Event | None:
-        """What the answer to the last ping tells that its welcome did not: another run, or other keys to its memory.
+        """What the answer to the last ping tells: another run than the welcome, or other keys than the transport has.
 
         Other keys count once in a while only: to take them in may take a second of a core, and peers are not trusted.
         """
@@ -121,7 +134,7 @@ class Peer:
         if pong.incarnation != self.welcome.incarnation:
             return Event.RESTARTED
         far = self.state in _READY and self.reached is not None and not self.reached.same_host
-        if not far or pong.starts == self.welcome.starts or now < self.renewed_from:
+        if not far or pong.starts <= self.starts or now < self.renewed_from:
             return None
         self.renewed_from = now + heartbeat * _LONGEST_PAUSE
         return Event.UNREACHABLE

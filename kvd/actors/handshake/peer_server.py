@@ -84,8 +84,8 @@ class PeerServer(Component):
         self._pools: dict[str, Pool] = {}
         self._parts: dict[tuple[int, ...], bytes] = {}
         """Metadata of some of the pools, by the numbers that the transport knows them as."""
-        self._welcomes: dict[tuple[int, ...], bytes] = {}
-        """Encoded frames, by the same numbers: peers with equal rights share one."""
+        self._welcomes: dict[tuple[int, ...] | None, bytes] = {}
+        """Encoded frames, by the same numbers, or None for all pools: peers with equal rights share one."""
         self._waiting: dict[tuple[int, ...], dict[bytes, Greeting]] = {}
         """Hellos by sender, that wait for such metadata."""
         self._hellos: TokenBuckets[str] = TokenBuckets(_HELLOS)
@@ -173,7 +173,7 @@ class PeerServer(Component):
             return
         patterns = self._rights(greeting.key)
         if patterns == EVERY_POOL:
-            self._welcome(greeting, (), self._transport.metadata, tuple(self._pools.values()))
+            self._welcome(greeting, None, self._transport.metadata, tuple(self._pools.values()))
             return
         pools = tuple(pool for pool in self._pools.values() if covers(patterns, pool.name))
         numbers = tuple(pool.id for pool in pools)
@@ -192,7 +192,9 @@ class PeerServer(Component):
         for greeting in self._waiting.pop(event.pools, {}).values():
             self._introduce(greeting)
 
-    def _welcome(self, greeting: Greeting, numbers: tuple[int, ...], metadata: bytes, pools: tuple[Pool, ...]) -> None:
+    def _welcome(
+        self, greeting: Greeting, numbers: tuple[int, ...] | None, metadata: bytes, pools: tuple[Pool, ...]
+    ) -> None:
         self._told.update((greeting.key, pool.name) for pool in pools)
         self._transport.expect_connection()
         if numbers not in self._welcomes:

@@ -68,23 +68,24 @@ TABLE: Table[State, Event, Effect] = Table(
     final=frozenset({_S.CLOSED}),
     steps={
         (_S.GREETING, _E.WELCOME): Step(_S.LOADING, (_F.LOAD,)),
-        # Greeted by the next heartbeat, not at once: one that refuses us would be greeted as fast as it answers.
+        # In every state greeted by the next heartbeat, not at once: one that refuses us, even after its welcome, would
+        # be greeted as fast as it answers.
         (_S.GREETING, _E.SILENT): Step(_S.GREETING, (_F.LOSE,)),
         (_S.GREETING, _E.RESTARTED): Step(_S.GREETING, (_F.GREET,)),
         (_S.GREETING, _E.CLOSE): Step(_S.CLOSED, (_F.HANG_UP,)),
         (_S.LOADING, _E.LOADED): Step(_S.READY, (_F.ANNOUNCE,)),
         (_S.LOADING, _E.UNREACHABLE): Step(_S.GREETING, (_F.LOSE,)),
-        (_S.LOADING, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
+        (_S.LOADING, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE)),
         (_S.LOADING, _E.RESTARTED): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
         (_S.LOADING, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.HANG_UP)),
         (_S.READY, _E.REFRESH): Step(_S.REFRESHING, (_F.GREET,)),
         (_S.READY, _E.UNREACHABLE): Step(_S.GREETING, (_F.LOSE, _F.GREET)),
-        (_S.READY, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
+        (_S.READY, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE)),
         (_S.READY, _E.RESTARTED): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
         (_S.READY, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.HANG_UP)),
         (_S.REFRESHING, _E.WELCOME): Step(_S.LOADING, (_F.LOAD,)),
         (_S.REFRESHING, _E.UNREACHABLE): Step(_S.GREETING, (_F.LOSE, _F.GREET)),
-        (_S.REFRESHING, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
+        (_S.REFRESHING, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE)),
         (_S.REFRESHING, _E.RESTARTED): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
         (_S.REFRESHING, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.HANG_UP)),
     },

@@ -15,6 +15,7 @@ from kvd.actors.runtime.pools import PeerView
 from kvd.errors import ErrorCode, refusal
 from kvd.net.interface import PeerPort
 from kvd.protocol import codec
+from kvd.protocol.peer import Welcome
 from kvd.protocol.status import PeerStatus
 from kvd.protocol.types import Message
 
@@ -63,6 +64,11 @@ class Peers:
     def using(self, agent: str) -> list[Peer]:
         """The peers whose memory is reached, or about to be, by this agent."""
         return [peer for peer in self.by_address.values() if peer.agent == agent]
+
+    def given(self, welcome: Welcome) -> None:
+        """Notes whose keys the transport is given: for all links to that daemon, as it has them once."""
+        for peer in self.using(welcome.agent):
+            peer.starts = welcome.starts
 
     def reports(self, now: float) -> list[PeerStatus]:
         """Their entries in a status: a bounded number, those in trouble first."""

@@ -84,6 +84,19 @@ def test_a_peer_that_refuses_us_is_not_asked_as_fast_as_it_answers(stage):
     assert len(stage.asks(Hello)) == 2
 
 
+@pytest.mark.parametrize("loading", [False, True], ids=["ready", "loading"])
+def test_a_peer_that_says_welcome_and_then_refuses_us_is_not_asked_as_fast_as_it_answers_either(stage, loading):
+    if loading:
+        stage.dependencies.transport.add_peer = lambda *_: None
+    stage.pull(timeout=60.0)
+    for _ in range(5):
+        stage.peer_says(welcome_of())
+        stage.peer_says(Refuse(0, ErrorCode.BAD_VERSION, "speaks 9"))
+    assert len(stage.asks(Hello)) == 1
+    stage.run(1.0)
+    assert len(stage.asks(Hello)) == 2
+
+
 def test_a_peer_of_another_version_is_lost(stage):
     stage.pull()
     stage.peer_says(welcome_of(version=VERSION + 1))
@@ -568,6 +581,50 @@ def test_other_keys_of_a_transport_that_is_not_used_within_the_host_change_nothi
         stage.pongs(5, starts=starts)
     assert len(stage.asks(Hello)) == 1
     assert stage.notified == []
+
+
+@pytest.mark.parametrize("loading", [False, True], ids=["taken", "being-taken"])
+def test_new_keys_that_one_link_to_a_daemon_has_are_not_news_by_another_whatever_its_welcome_said(stage, loading):
+    for link, address in enumerate(("tcp://peer:1", "tcp://PEER:1"), 1):
+        stage.pull(f"p{link}", (link,), ticket=make_ticket(address=address, blocks=(0,)), timeout=600.0)
+        stage.peer_says(welcome_of(), link)
+    if loading:
+        stage.dependencies.transport.add_peer = lambda *_: None
+    stage.pull("late", (4,), ticket=make_ticket(pool="new", blocks=(0,)), timeout=600.0)
+    anew = msgspec.structs.replace(restarted_transport(), starts=2, pools=welcome_of(("there", "new")).pools)
+    stage.peer_says(anew)
+    for starts in (2, 1):  # the second was under way on the other link for longer
+        stage.pongs(5, link=2, starts=starts)
+    assert stage.notified == []
+    stage.pongs(5, link=2, starts=3)
+    assert {failed.request for failed in stage.notified} == {"p1", "p2", "late"}
+
+
+def refreshed(stage, answer):
+    """How often a peer is greeted that answers at once, beyond the first hello of each link; in at most 30 answers."""
+    for number in range(30):
+        greeted = [link for link, message in stage.to_peers if isinstance(message, Hello)]
+        if number == len(greeted):
+            break
+        stage.peer_says(answer(number), greeted[number])
+    return len(greeted) - len(set(greeted))
+
+
+def test_a_daemon_that_tells_two_links_ever_different_things_is_not_asked_as_fast_as_it_answers(stage):
+    for link, address in enumerate(("tcp://peer:1", "tcp://PEER:1"), 1):
+        stage.pull(f"p{link}", (link,), ticket=make_ticket(address=address, blocks=(0,)), timeout=600.0)
+    assert refreshed(stage, lambda starts: msgspec.structs.replace(welcome_of(), starts=starts)) == 8  # four each
+
+
+def test_a_peer_that_grants_a_pool_of_which_no_welcome_tells_is_not_asked_as_fast_as_it_answers(stage):
+    stage.pull(timeout=600.0)
+    stage.peer_says(welcome_of())
+    stage.peer_says(Grant(1, 7, 99, 5))
+    assert refreshed(stage, lambda _: welcome_of()) == 4
+    stage.run(1.0)
+    assert len(stage.asks(Hello)) == 6
+    stage.peer_says(welcome_of(epoch=99))
+    assert ("read", 1) in stage.commands
 
 
 def test_other_keys_count_once_in_32_heartbeats():

@@ -73,6 +73,14 @@ def test_a_peer_that_may_read_nothing_hears_of_no_pool(firm):
     assert (welcome.pools, welcome.metadata) == ((), repr(()).encode())
 
 
+@pytest.mark.parametrize("order", [(ALICE, BOB), (BOB, ALICE)], ids=["all-first", "nothing-first"])
+def test_who_may_read_nothing_and_who_may_read_all_are_told_different_things_whoever_comes_first(firm, order):
+    firm.rights[BOB] = ("not-there*",)
+    told = {key: firm.hello(key) for key in order}
+    assert (told[BOB].pools, told[BOB].metadata) == ((), repr(()).encode())
+    assert (set(pools_in(told[ALICE])), told[ALICE].metadata) == ({"one", "two"}, b"meta")
+
+
 def test_who_may_read_the_same_gets_the_very_same_frame(firm, monkeypatch):
     frames = []
     monkeypatch.setattr(firm.stage.dependencies.peer_port, "answer", lambda _sender, frame: frames.append(frame))
