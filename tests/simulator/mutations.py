@@ -244,7 +244,7 @@ def leases_without_a_stamp_are_not_claimed_first(monkeypatch):
     monkeypatch.setattr(transfers.Transfer, "is_stamped", property(names_lease))
 
 
-@mutation(Promise.FENCED, first=960, needs=Piece.REUSED_NAMES)
+@mutation(Promise.FENCED, first=2264, needs=Piece.REUSED_NAMES)
 def generations_are_not_compared(monkeypatch):
     original = Claims._check_fence
 
