@@ -16,15 +16,8 @@ from kvd.router.engines import Engine, Place, Prefilled, handed_fields, room_fie
 
 Fields = dict[str, msgspec.Raw]
 
-_PREFILL: Final = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What vLLM's P/D connectors are told; those beside kvd's expect all keys."""
+_PREFILL: Final = {"do_remote_decode": True, "do_remote_prefill": False}
+"""What vLLM's P/D connectors are told."""
 
 NULL: Final = msgspec.Raw(b"null")
 _NOTHING: Final = msgspec.Raw(b"")
@@ -93,7 +86,7 @@ class Body:
         the token, and how likely it is if the client asks for that.
         """
         left: dict[str, Any] = {} if turn is None else decode(turn, Fields)
-        params = _PREFILL | left | {name: _PREFILL[name] for name in ("do_remote_decode", "do_remote_prefill")}
+        params = left | _PREFILL
         params |= {"kvd_consumers": self.choices} if self.choices > 1 else {}
         params |= {"kvd_offer": offer} if offer else {}
         more = {"n": _ONE} if "n" in self.fields else {}
