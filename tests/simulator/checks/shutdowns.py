@@ -16,5 +16,8 @@ def check(world: World, daemon: Daemon) -> None:
     if standing := daemon.standing_offers():
         world.violate(Promise.ENDS_ONCE, f"{daemon.name} ends without an end of {standing}")
     for name, log in completion._logs.items():
-        if log.connected and log.sent < len(log.items) and not world.queues_fill:
+        session = completion._sessions._by_worker.get(name)
+        # A worker that has just been attached connects its socket for requests a moment later.
+        connected = log.connected and session is not None and session.id in daemon.worker_port.routes
+        if connected and log.sent < len(log.items) and not world.queues_fill:
             world.violate(Promise.NOTIFIED, f"{daemon.name} ends, and has not sent {name} what it has for it")
