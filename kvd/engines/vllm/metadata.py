@@ -77,6 +77,7 @@ class OpenOrder:
 class ExtendOrder:
     """When the step's kernels have ended, the first `tokens` tokens are complete in all blocks that the offer has."""
 
+    request: str
     offer: str
     tokens: int
     blocks: tuple[Blocks, ...]

@@ -59,9 +59,9 @@ def test_an_offer_is_opened_at_once_extended_after_each_step_and_closed_in_the_e
     opened, extended = step(producer, request, 6, [3, 4]).growing
     assert isinstance(opened, OpenOrder)
     assert (opened.request, opened.consumers) == ("r", 1)
-    assert extended == ExtendOrder(opened.offer, 6, (Blocks(0, 0, [3, 4]),))
-    assert step(producer, request, 1, [3, 4]).growing == [ExtendOrder(opened.offer, 7, ())]
-    assert step(producer, request, 3, [3, 4, 9]).growing == [ExtendOrder(opened.offer, 10, (Blocks(0, 2, [9]),))]
+    assert extended == ExtendOrder("r", opened.offer, 6, (Blocks(0, 0, [3, 4]),))
+    assert step(producer, request, 1, [3, 4]).growing == [ExtendOrder("r", opened.offer, 7, ())]
+    assert step(producer, request, 3, [3, 4, 9]).growing == [ExtendOrder("r", opened.offer, 10, (Blocks(0, 2, [9]),))]
     params = producer.finished(request, ([3, 4, 9],))
     metadata = producer.take_metadata()
     assert metadata.growing == [CloseOrder("r", opened.offer, 10, ())]

@@ -13,8 +13,8 @@ from tests.engines.vllm.test_vllm_worker import Client, spec
 
 SECRET = bytes(16)
 OPEN = OpenOrder("r", "o", SECRET, 1)
-FIRST = ExtendOrder("o", 4, (Blocks(0, 0, [1]),))
-SECOND = ExtendOrder("o", 8, (Blocks(0, 1, [2]),))
+FIRST = ExtendOrder("r", "o", 4, (Blocks(0, 0, [1]),))
+SECOND = ExtendOrder("r", "o", 8, (Blocks(0, 1, [2]),))
 CLOSE = CloseOrder("r", "o", 8, ())
 WITHDRAW = WithdrawOrder("r", "o")
 
@@ -242,4 +242,18 @@ def test_a_name_that_still_stands_for_another_request_is_not_used_again(stage: S
     stage.told()
     assert stage.step(OpenOrder("s", "o", SECRET, 1)) == set()
     assert stage.step(CloseOrder("s", "o", 8, ())) == {"s"}
+    assert stage.told() == []
+
+
+@pytest.mark.parametrize("reason", ["read", "expired"])
+def test_an_offer_keeps_its_end_though_another_request_is_computed_under_its_name(stage: Stage, reason: str) -> None:
+    stage.step(OPEN, FIRST)
+    stage.step(SECOND)
+    stage.step(CLOSE)
+    stage.told()
+    assert stage.step(OpenOrder("s", "o", SECRET, 1), ExtendOrder("s", "o", 4, (Blocks(0, 0, [3]),))) == set()
+    assert stage.told() == []
+    stage.says(Released("o", reason))
+    assert stage.step() == {"r"}
+    assert stage.step(CloseOrder("s", "o", 4, ())) == {"s"}
     assert stage.told() == []

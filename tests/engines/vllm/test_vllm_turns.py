@@ -144,7 +144,9 @@ def test_a_turn_that_both_servers_got_at_once_extends_its_offer_by_what_it_has_p
     prefill.received(["next"])
     request.num_computed_tokens = 299
     blocks = list(range(11, 22))
-    assert step(prefill, request, 51, blocks).growing == [ExtendOrder(opened.offer, 350, (Blocks(0, 0, blocks),))]
+    assert step(prefill, request, 51, blocks).growing == [
+        ExtendOrder("next", opened.offer, 350, (Blocks(0, 0, blocks),))
+    ]
     answer = prefill.finished(request, [blocks])
     assert prefill.take_metadata().growing == [CloseOrder("next", opened.offer, 350, ())]
     assert answer is not None

@@ -108,7 +108,7 @@ class GrowingOffers:
         if tokens > growing.tokens and self._full:
             parts = self._new(growing, tokens, table)
             growing.tokens = tokens
-            self._orders.append(ExtendOrder(growing.chosen.name, tokens, parts))
+            self._orders.append(ExtendOrder(growing.request.request_id, growing.chosen.name, tokens, parts))
 
     def _new(self, growing: _Growing, tokens: int, table: Sequence[Sequence[int]]) -> tuple[Blocks, ...]:
         """The blocks that hold the first `tokens` tokens, of groups that attend to all, without those named before."""

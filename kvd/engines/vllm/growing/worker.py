@@ -84,7 +84,7 @@ class GrowingOffers:
         for order in orders:
             match order:
                 case OpenOrder():
-                    self._offers.setdefault(order.offer, _Growing(order, until))
+                    self._open(order, until)
                 case ExtendOrder():
                     self._of_step.append(order)
                 case CloseOrder():
@@ -95,15 +95,28 @@ class GrowingOffers:
     def launched(self, after: Event | None, until: float) -> None:
         """The step's kernels have been given to the GPU, and end with `after`."""
         for order in self._of_step:
-            growing = self._offers.get(order.offer)
+            growing = self._of(order)
             if growing is not None:
                 growing.parts.append((order, after))
                 growing.until = until
         self._of_step.clear()
 
-    def _close(self, order: CloseOrder, after: Event | None, until: float) -> None:
+    def _of(self, order: ExtendOrder | CloseOrder | WithdrawOrder) -> _Growing | None:
+        """The offer that it is about; None if there is none, or it is another request's."""
         growing = self._offers.get(order.offer)
-        if growing is None or growing.order.request != order.request:
+        return growing if growing is not None and growing.order.request == order.request else None
+
+    def _open(self, order: OpenOrder, until: float) -> None:
+        """Unless an offer of this name has not ended: a router has used its `kvd_offer` twice."""
+        if order.offer in self._offers:
+            text = "the KV blocks of request %s are not offered: those of %s still are, by the same kvd_offer"
+            logger.error(text, order.request, self._offers[order.offer].order.request)
+        else:
+            self._offers[order.offer] = _Growing(order, until)
+
+    def _close(self, order: CloseOrder, after: Event | None, until: float) -> None:
+        growing = self._of(order)
+        if growing is None:
             self._ended(order.request, _REFUSED)
         elif growing.unwanted:
             self._end(growing)
@@ -112,8 +125,8 @@ class GrowingOffers:
             growing.until = until
 
     def _withdraw(self, order: WithdrawOrder) -> None:
-        growing = self._offers.get(order.offer)
-        if growing is not None and growing.order.request == order.request:
+        growing = self._of(order)
+        if growing is not None:
             growing.unwanted, growing.to_cancel = _WITHDRAWN, growing.is_open
             self._drop(growing)
 
