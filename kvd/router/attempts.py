@@ -17,6 +17,9 @@ class Attempts:
     tried: set[Server] = field(default_factory=set)
     suspects: set[Server] = field(default_factory=set)
     """Those of them that failed, unless the request is at fault."""
+    finds_out: dict[Server, tuple[float, float]] = field(default_factory=dict)
+    """Servers that have failed before, and get this request to show whether they still do; since when, and until when
+    others wait for that."""
     prefilled: Prefilled | None = None
     prefill: Server | None = None
     meeting: Meeting | None = None

@@ -26,7 +26,7 @@ from kvd.router.growing import Producers
 from kvd.router.legs import Meeting, told
 from kvd.router.metrics import Metrics
 from kvd.router.reply import Reply
-from kvd.router.servers import Server, Servers, ask, refused, rest, served
+from kvd.router.servers import Server, Servers, ask, refused, rest, served, unknown
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class Router:
             self._release(request, attempts)
             self._leave(request, attempts)
             attempts.leave()
+            _find_out_no_more(attempts)
 
     def _check(self, request: Request) -> None:
         """Refuses what SGLang does not take over from a prefill."""
@@ -169,7 +170,8 @@ class Router:
         now = time.monotonic()
         chosen = servers.choose(now, tried=attempts.tried, known_by=known_by)
         assert chosen is not None  # noqa: S101  # `_may_retry` saw one
-        ask(chosen, now)
+        if until := ask(chosen, now):
+            attempts.finds_out[chosen] = now, until
         return chosen
 
     async def _prefilled(self, request: Request, client: Reply, server: Server, attempts: Attempts) -> bool:
@@ -188,7 +190,7 @@ class Router:
     async def _use(self, answer: Prefilled | Whole, client: Reply, server: Server, attempts: Attempts) -> bool:
         """Gets `attempts.prefilled` from an answer. False if that refuses the request, as the client then knows."""
         if isinstance(answer, Whole):
-            refused(server)
+            self._refused(server, attempts)
             await _pass_on(answer, client)
             return False
         attempts.prefilled = answer
@@ -200,7 +202,7 @@ class Router:
         attempts.meeting = Meeting(self._upstream, request, server)
         found = await attempts.meeting.prefilled()
         if isinstance(found, Whole):
-            refused(server)
+            self._refused(server, attempts)
             await _pass_on(found, client)
             return False
         attempts.prefilled = found
@@ -233,7 +235,7 @@ class Router:
         ) as answer:
             if answer.status != HTTPStatus.OK:
                 attempts.refused_by, attempts.answered = server, True
-                refused(server)
+                self._refused(server, attempts)
                 await _relay(answer, await answer.part(), client)
                 return
             said, first = await answer.beginning()
@@ -289,13 +291,20 @@ class Router:
     def _served(self, server: Server, attempts: Attempts) -> None:
         """The request can be served: so those of this role that failed are at fault."""
         served(server)
+        attempts.finds_out.pop(server, None)
         for suspect in [one for one in attempts.suspects if one.role == server.role]:
             attempts.suspects.remove(suspect)
+            attempts.finds_out.pop(suspect, None)
             rest(suspect, time.monotonic())
+
+    def _refused(self, server: Server, attempts: Attempts) -> None:
+        refused(server)
+        attempts.finds_out.pop(server, None)
 
     def _note(self, failure: ServerFailed, attempts: Attempts) -> None:
         attempts.tried.add(failure.server)
         if failure.lost:
+            attempts.finds_out.pop(failure.server, None)
             rest(failure.server, time.monotonic())
         else:
             attempts.suspects.add(failure.server)
@@ -316,6 +325,17 @@ class Router:
         others = len(attempts.tried) - 1
         more = f"; {others} more failed before" if others else f"; there is no other {failure.server.role} server"
         return refusal(failure.code, failure.text + more)
+
+
+def _find_out_no_more(attempts: Attempts) -> None:
+    """Leaves what the request has not found out to the next ones: its client has left, or it is at fault itself.
+
+    Not so if it has waited for so long that its client may have left for that.
+    """
+    now = time.monotonic()
+    for server, (asked, until) in attempts.finds_out.items():
+        if now - asked < limits.REST_SECONDS:
+            unknown(server, until)
 
 
 async def _pass_on(answer: Whole, client: Reply) -> None:

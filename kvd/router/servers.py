@@ -85,10 +85,21 @@ def rest(server: Server, now: float) -> None:
     server.rests_until = now + min(pause, LONGEST_REST_SECONDS)
 
 
-def ask(server: Server, now: float) -> None:
-    """Notes that it gets a request. If it has failed, that one finds out whether it still does, and others wait."""
-    if server.failures:
-        rest(server, now)
+def ask(server: Server, now: float) -> float:
+    """Notes that it gets a request. If it has failed and rested, that one finds out whether it still does.
+
+    Returns until when others wait for that; 0 if there is nothing to find out.
+    """
+    if not server.failures or now < server.rests_until:
+        return 0.0
+    rest(server, now)
+    return server.rests_until
+
+
+def unknown(server: Server, until: float) -> None:
+    """Notes that the request for which others wait `until` then has found out nothing: the next one does."""
+    if server.rests_until == until:  # no other request has
+        server.failures, server.rests_until = server.failures - 1, 0.0
 
 
 def refused(server: Server) -> None:

@@ -39,6 +39,7 @@ from tests.router.scripted import (
     stalled,
     streaming,
     too_large,
+    until,
     vanishing,
     without_params,
 )
@@ -352,6 +353,54 @@ async def test_a_server_is_not_out_of_use_for_requests_that_it_refuses(role: str
         for number in range(8):
             assert (await stage.ask(prompt=f"good {number}"))[0] == 200
         assert failed.failures == 0
+
+
+@pytest.mark.parametrize("bad", [hanging, failing, answering(429)])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_server_is_not_out_of_use_for_requests_that_do_not_show_whether_it_fails(
+    role: str, bad, monkeypatch
+) -> None:
+    """Their clients leave at once, or no server serves them."""
+    monkeypatch.setattr(limits, "LEAVE_SECONDS", 0.05)
+    monkeypatch.setattr(limits, "RELEASE_SECONDS", 0.05)
+
+    async def of_the_bad(server: Scripted, request, body):
+        good = prefilled if role == "prefill" else decoded
+        return await (bad if body["prompt"].startswith("bad") else good)(server, request, body)
+
+    prefill, decode = ([of_the_bad] * 2, [decoded]) if role == "prefill" else ([prefilled], [of_the_bad] * 2)
+    async with routed(prefill, decode) as stage:
+        failed, _ = (stage.server._router._prefill if role == "prefill" else stage.server._decodes).all
+        scripts = stage.prefill if role == "prefill" else stage.decode
+        rest(failed, time.monotonic() - limits.REST_SECONDS)
+        for number in range(4):
+            asking = asyncio.create_task(stage.ask(prompt=f"bad {number}"))
+            if bad is hanging:
+                await until(lambda: sum(script.open for script in scripts) == 1)
+                asking.cancel()
+                await until(lambda: not any(script.open for script in scripts))
+                await stage.server._router._cleanup.close()
+            else:
+                assert (await asking)[0] >= 400
+        for number in range(4):
+            assert (await stage.ask(prompt=f"good {number}"))[0] == 200
+        assert failed.failures == 0
+
+
+@pytest.mark.parametrize(("waits", "failures"), [(0.9 * limits.REST_SECONDS, 1), (limits.REST_SECONDS, 2)])
+async def test_a_server_that_makes_clients_leave_rests_for_longer(waits: float, failures: int, monkeypatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("kvd.router.route.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(limits, "LEAVE_SECONDS", 0.05)
+    async with routed([hanging], [decoded]) as stage:
+        (failed,) = stage.server._router._prefill.all
+        rest(failed, now - limits.REST_SECONDS)
+        asking = asyncio.create_task(stage.ask())
+        await stage.prefill[0].until(lambda server: server.open == 1)
+        now += waits
+        asking.cancel()
+        await stage.prefill[0].until(lambda server: server.open == 0)
+        assert failed.failures == failures
 
 
 @pytest.mark.parametrize("stream", [True, False])

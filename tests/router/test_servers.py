@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.router.limits import AFFINITY_REQUESTS, LONGEST_REST_SECONDS, REST_SECONDS
-from kvd.router.servers import Servers, ask, refused, rest, served
+from kvd.router.servers import Servers, ask, refused, rest, served, unknown
 
 LOADS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 
@@ -108,6 +108,25 @@ def test_a_request_that_a_server_refuses_leaves_it_to_the_next_one_whether_it_st
         ask(bad, now)
         assert servers.choose(now, known_by=bad) is good
         refused(bad)
+
+
+def test_a_request_that_finds_out_nothing_leaves_that_to_the_next_one_unless_another_has_found_out() -> None:
+    bad, good = (servers := make([0, 0])).all
+    assert not ask(bad, 0.0)
+    rest(bad, 0.0)
+    now = REST_SECONDS
+    until = ask(bad, now)
+    assert until == now + 2 * REST_SECONDS
+    assert not ask(bad, now)
+    unknown(bad, until)
+    assert bad.failures == 1
+    assert servers.choose(now, known_by=bad) is bad
+    until = ask(bad, now)
+    served(bad)
+    rest(bad, now)
+    unknown(bad, until)
+    assert bad.failures == 1
+    assert servers.choose(now, known_by=bad) is good
 
 
 @given(LOADS, st.data())
