@@ -18,7 +18,7 @@ _COPIED = "remote_request_id"
 """A field of NIXL's that proxies copy which build the decode request's parameters anew: all that is needed is there."""
 
 _SHOWN = 20
-"""Characters of a checksum; whoever reaches an engine may send any."""
+"""Characters of a number; whoever reaches an engine may send any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,11 @@ def _raw(tensor: Any) -> Any:
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
+def _shown(number: Any) -> str:
+    """What is in a number's place, for a log: a text may be of any length, or be a secret that belongs elsewhere."""
+    return str(number)[:_SHOWN] if type(number) in (int, float) else f"a {type(number).__name__}"
+
+
 def is_producer(params: Mapping[str, Any] | None) -> bool:
     """Whether another engine will decode this request."""
     return bool(params and params.get("do_remote_decode"))
@@ -120,7 +125,7 @@ def consumers(params: Mapping[str, Any]) -> int:
     """
     number = params.get("kvd_consumers", 1)
     if type(number) is not int or not 0 <= number <= MAX_CONSUMERS:
-        text = f"kvd_consumers is {number!r}; it must be from 0 (any number) to {MAX_CONSUMERS}"
+        text = f"kvd_consumers is {_shown(number)}; it must be from 0 (any number) to {MAX_CONSUMERS}"
         raise refusal(ErrorCode.BAD_MESSAGE, text)
     return number
 
@@ -179,8 +184,7 @@ def read(params: Mapping[str, Any], prompt: Prompt) -> TransferParams:
         return TransferParams("", prompt.length, error.text)
     theirs, ours = params.get("kvd_prompt"), prompt.checksum(ticket.tokens)
     if ticket.tokens > prompt.length or theirs != ours:
-        shown = str(theirs)[:_SHOWN] if type(theirs) in (int, str) else f"a {type(theirs).__name__}"  # it is logged
-        ticket_is = f"the ticket is for {ticket.tokens} tokens with checksum {shown}"
+        ticket_is = f"the ticket is for {ticket.tokens} tokens with checksum {_shown(theirs)}"
         refused = f"{ticket_is}, this prompt has {prompt.length} and {ours}; does the router mix up requests?"
         return TransferParams(text, prompt.length, refused + prompt.conditions)
     return TransferParams(text, ticket.tokens, once=params.get("kvd_consumers", 1) == 1)

@@ -1,6 +1,7 @@
 """What routers carry from the prefill engine to the decode engine."""
 
 import json
+import math
 import zlib
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvd.engines.vllm.transfer_params import Prompt, is_consumer, is_producer, read, write
+from kvd.engines.vllm.transfer_params import Prompt, consumers, is_consumer, is_producer, read, write
+from kvd.errors import BadRequest
 from kvd.protocol.ticket import Ticket, TicketRank
 
 RANK = TicketRank("d", "tcp://h:1", 7, "vllm-0-0", "r#1", 0, bytes(16))
@@ -117,12 +119,24 @@ def test_what_is_no_ticket_is_refused(ticket: object) -> None:
     assert read({"do_remote_prefill": True, "kvd_ticket": ticket, "kvd_prompt": 0}, prompt([1, 2])).refused
 
 
-@pytest.mark.parametrize("sent", ["x" * 1_000_000, 10**4000, ["x" * 1_000_000], None])
+NO_NUMBERS = ["x" * 1_000_000, "kvdo1.secret", 10**4000, ["x" * 1_000_000], None]
+
+
+@pytest.mark.parametrize("sent", NO_NUMBERS)
 def test_a_refusal_is_short_whatever_was_sent_as_the_checksum(sent: object) -> None:
     """It is logged, and whoever reaches an engine may send parameters."""
     refused = read({"do_remote_prefill": True, "kvd_ticket": TICKET, "kvd_prompt": sent}, prompt(TOKENS)).refused
     assert "does the router mix up requests?" in refused
     assert len(refused) < 300
+    assert "secret" not in refused
+
+
+@pytest.mark.parametrize("sent", [*NO_NUMBERS, True, -1, 1.5, math.nan])
+def test_so_is_it_as_the_number_of_consumers(sent: object) -> None:
+    with pytest.raises(BadRequest, match=r"kvd_consumers is .*; it must be from 0") as refused:
+        consumers({"do_remote_decode": True, "kvd_consumers": sent})
+    assert len(refused.value.text) < 300
+    assert "secret" not in refused.value.text
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False, "do_remote_prefill": None}])
