@@ -190,6 +190,21 @@ def test_a_read_of_a_lost_peer_does_not_land_though_the_gpu_copies_it_to_its_end
     asyncio.run(check())
 
 
+@over_standin(copy_us=300_000)
+def test_nor_does_one_that_began_before_the_peers_pools_were_imported_again():
+    async def check():
+        async with two_sides() as sides:
+            sides.read(1, 5)
+            sides.consumer.add_peer("p#1", sides.producer.metadata)
+            assert isinstance(await sides.heard(PeerAdded), PeerAdded)
+            sides.producer.stop()
+            ends = [await sides.heard(PeerFailed | Landed | ReadFailed) for _ in range(2)]
+            assert [type(end) for end in ends] == [PeerFailed, ReadFailed]
+            assert "lost agent 'p#1'" in ends[1].reason
+
+    asyncio.run(check())
+
+
 def failing(name, error):
     """The driver, whose call `name` fails."""
 

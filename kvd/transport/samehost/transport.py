@@ -91,8 +91,8 @@ class SameHostTransport:
         self._peers: dict[str, ImportedPools] = {}
         self._importing: dict[str, object] = {}
         """The latest attempt to import the pools of an agent."""
-        self._reads: dict[int, tuple[ImportedPools, int]] = {}
-        """What open reads use: the pools of a peer, and the address of one of them there."""
+        self._reads: dict[int, tuple[str, ImportedPools, int]] = {}
+        """What open reads use: an agent, its pools as they were imported then, and the address of one of them there."""
         self._launches = Launches(loop, self._deliver)
         self._on_event: Callable[[Event], None]
         self._stopped = False
@@ -243,14 +243,11 @@ class SameHostTransport:
 
     def _lose(self, agent: str, reason: str) -> None:
         """A peer is of no use any more: its reads fail."""
-        pools = self._peers.get(agent)
         self._forget(agent)
         self._on_event(PeerFailed(agent, reason))
-        if pools is None:
-            return
-        pools.lost = f"lost agent {agent!r}: {reason}"
-        for read, (used, _) in list(self._reads.items()):
-            if used is pools:
+        for read, (whose, pools, _) in list(self._reads.items()):
+            if whose == agent:  # also of pools that were imported before its last metadata
+                pools.lost = f"lost agent {agent!r}: {reason}"
                 self._copies.give_up(read, pools.lost)
 
     def remove_peer(self, agent: str) -> None:
@@ -286,7 +283,7 @@ class SameHostTransport:
             self._on_event(read.end())
             return
         pools.use(request.remote_base)
-        self._reads[request.read] = (pools, request.remote_base)
+        self._reads[request.read] = (request.agent, pools, request.remote_base)
         if read.is_small and not self._launches.busy:
             small = self._devices.small_copies(source, target, request.descriptors)
             if small is not None:
@@ -331,7 +328,7 @@ class SameHostTransport:
         for agent in list(self._peers):
             self._forget(agent)
         if not self._died:  # else a GPU may still copy, and the end of the process gives back what it uses
-            for pools, base in self._reads.values():
+            for _, pools, base in self._reads.values():
                 pools.release(base)
             self._devices.close()
         self._exporter.close()
@@ -344,7 +341,7 @@ class SameHostTransport:
         self._died |= isinstance(event, TransportDied)
         try:
             if isinstance(event, Landed | ReadFailed):
-                pools, base = self._reads.pop(event.read)
+                _, pools, base = self._reads.pop(event.read)
                 if pools.lost and isinstance(event, Landed):  # its last slice was being copied as the peer was lost
                     event = ReadFailed(event.read, pools.lost)
                 pools.release(base)
