@@ -118,7 +118,8 @@ class LeasesActor(Actor):
     def withdraw(self, worker: str, cancel: Cancel) -> None:
         """Takes an offer back for its worker; `Released` follows, and no fence holds from here on."""
         lease = self._offers.find(worker, cancel.request)
-        if lease is None:
+        # One that is over may have been another offer of that name: the worker asks because the answer was lost.
+        if lease is None or self._offers.is_over(lease):
             error = refusal(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer is called {cancel.request!r}")
             self._sessions.refuse(worker, cancel.call, error, self._completion.upcoming(worker))
             return

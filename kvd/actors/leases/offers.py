@@ -189,6 +189,10 @@ class Offers:
         """The lease of an offer, standing or remembered."""
         return self._leases.get((worker, offer))
 
+    def is_over(self, lease: Lease) -> bool:
+        """Whether it has ended, and its worker was told."""
+        return lease.state in machine.TABLE.final and not lease.content.parts
+
     def for_claim(self, claim: Claim) -> Lease | None:
         """The lease that a claim is about, which may have ended; None if its offer may yet come.
 

@@ -160,6 +160,25 @@ def test_a_withdrawn_offer_breaks_its_claims_before_the_worker_may_write(stage):
     assert "withdrawn" in broken.text
 
 
+def test_whoever_withdraws_an_offer_that_never_came_is_told_so_though_the_name_has_been_used(stage):
+    """Its worker has sent it twice, and the second time it was lost with the session."""
+    stage.offer()
+    stage.request(Cancel(3, "o"))
+    assert released(stage) == [("o", "withdrawn")]
+    [error] = stage.request(Cancel(4, "o"))
+    assert (error.call, error.code, error.upcoming) == (4, ErrorCode.UNKNOWN_REQUEST, 2)
+
+
+def test_nobody_is_told_that_an_offer_is_unknown_whose_blocks_are_still_given_back(stage, monkeypatch):
+    monkeypatch.setattr(limits, "BATCH_BLOCKS", 0)
+    stage.offer()
+    call(stage.actors.leases.withdraw, "w", Cancel(3, "o"))
+    call(stage.actors.leases.withdraw, "w", Cancel(4, "o"))
+    stage.run()
+    assert released(stage) == [("o", "withdrawn")]
+    assert not [reply for _, reply in stage.to_workers if isinstance(reply, Error)]
+
+
 def test_an_offer_made_again_under_the_same_name_is_another_one(stage):
     stage.offer()
     [grant] = stage.asked_by_peer(claim())
