@@ -133,9 +133,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.set_endpoints({handshake.rank: handshake.endpoint for handshake in metadata.values()})
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """VLLM's blocks, of which the connector keeps some for the next turns of conversations."""
+        """VLLM's blocks: some are kept for the next turns of conversations, those of failed loads are freed."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.turns.kept.bind(kv_cache_manager)
+        self._scheduler.bind(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         """VLLM added a request."""

@@ -23,6 +23,7 @@ from kvd.client.events import spans
 from kvd.engines.vllm import transfer_params
 from kvd.engines.vllm.growing import params as growing_params
 from kvd.engines.vllm.growing.scheduler import GrowingOffers
+from kvd.engines.vllm.loads import Loads
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.engines.vllm.prompts import Prompts, leave_out
 from kvd.engines.vllm.transfer_params import Prompt, TransferParams
@@ -69,6 +70,7 @@ class SchedulerSide:
         self._holds: dict[str, str] = {}
         """The hold of a request that waits for blocks."""
         self._computed: dict[str, int] = {}
+        self._loads = Loads(self._groups)
         self._loading: dict[str, str] = {}
         """The pull that a request waits for."""
         self._pulling: dict[str, str] = {}
@@ -84,6 +86,11 @@ class SchedulerSide:
         self._names = 0
 
     # --- from vLLM's scheduler --------------------------------------------------------------------------------------
+
+    def bind(self, manager: Any) -> None:
+        """Takes vLLM's KV cache manager."""
+        self._loads.bind(manager)
+        self.turns.kept.bind(manager)
 
     def arrived(self, request: Any) -> None:
         """A new request."""
@@ -120,6 +127,8 @@ class SchedulerSide:
 
     def external(self, request: Any, computed: int) -> int | None:
         """How many tokens a pull will bring after the `computed` ones; 0 to compute them all, None to ask again."""
+        if self._loads.has_failed(request.request_id):
+            return None if self._loads.must_wait(request) else 0
         offered = self._params.get(request.request_id)
         if offered is None or self._is_here(offered):
             return 0
@@ -132,11 +141,14 @@ class SchedulerSide:
             return 0
         self._computed[request.request_id] = computed
         tokens = max(0, min(offered.tokens, wanted) - computed)
-        return self.turns.worth(tokens) if offered.turn else tokens
+        if offered.turn:
+            tokens = self.turns.worth(tokens)
+        return None if tokens and self._loads.any_failed else tokens
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[Any]], external: int) -> None:
         """VLLM gave the request `blocks` [group][position], with room for `external` tokens to come."""
         self.turns.kept.admitted(request.request_id)
+        self._loads.forget(request.request_id)
         offered = self._params.pop(request.request_id, None)
         if offered is None:
             return
@@ -149,6 +161,7 @@ class SchedulerSide:
             return
         name = request.request_id
         pull = self._loading[name] = self._name(name)
+        self._loads.begin(request)
         missing = tuple(self._prompts.missing(blocks, tokens))
         refused = offered.refused
         if len({part.group for part in missing}) < len(missing):
@@ -163,6 +176,7 @@ class SchedulerSide:
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """The request has ended. Returns the router's parameters if its blocks are offered: vLLM then keeps them."""
         self.turns.ended(request.request_id)
+        self._loads.forget(request.request_id)
         self._computed.pop(request.request_id, None)
         self._queued.pop(request.request_id, None)
         offered = self._params.pop(request.request_id, None)
@@ -250,8 +264,11 @@ class SchedulerSide:
         """The blocks of these requests are no longer written to; loads of others, or of the same, have `failed`."""
         gone = set(failed)
         self._not_pulled(gone)
+        self._loads.fail(gone)
         for request in requests:
             self._loading.pop(request, None)
+            if (failed_request := self._loads.end(request)) is not None:
+                self.turns.kept.arrived(failed_request)  # it needs blocks again
             self.turns.received(request, failed=request in gone)
         for ticket in [ticket for ticket, request in self._pulling.items() if request not in self._loading]:
             del self._pulling[ticket]

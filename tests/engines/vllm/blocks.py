@@ -37,8 +37,11 @@ class Manager:
 
     def end(self, request: str) -> None:
         """VLLM frees a request's blocks."""
-        for group in self.tables.pop(request):
+        for group in self.tables.pop(request, ()):
             self.free_blocks(block for block in group if not block.is_null)
+
+    def free(self, request: Any) -> None:
+        self.end(request.request_id)
 
     def get_blocks(self, request: str) -> Any:
         return SimpleNamespace(blocks=self.tables[request])

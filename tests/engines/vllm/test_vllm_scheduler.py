@@ -13,6 +13,7 @@ from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.errors import InternalError
 from kvd.layout import Chunked, Full, Sliding, State
 from kvd.protocol.ticket import decode
+from tests.engines.vllm.blocks import Manager
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -66,6 +67,7 @@ def table(*ids: int, cached: int = 0) -> list[Block]:
 
 def side(*groups: Any, ranks: int = 1) -> SchedulerSide:
     made = SchedulerSide(groups or ((Full(), 4),), ranks)
+    made.bind(Manager())
     made.set_endpoints({rank: endpoint(rank) for rank in range(ranks)})
     return made
 
@@ -404,6 +406,8 @@ def test_where_the_request_that_pulls_gets_nothing_the_next_one_pulls(fails: boo
     scheduler, second = samples.scheduler, samples.second
     if fails:
         scheduler.received(["first"], ["first"])
+        assert scheduler.external(samples.first, 0) == 0
+        scheduler.allocated(samples.first, [table(5, 6, 7)], 0)
     else:
         scheduler.finished(samples.first, [[5, 6, 7]])
     assert scheduler.external(second, 0) == 8
@@ -557,3 +561,60 @@ def test_vllm_is_to_make_steps_while_a_worker_has_orders_that_it_could_not_send(
     assert scheduler.unsent
     scheduler.set_unsent({1: False})
     assert not scheduler.unsent
+
+
+def loading(engine: SchedulerSide, manager: Manager, name: str, prompt: int, ids: list[int]) -> Request:
+    """A request that waits for a pull into these blocks."""
+    params = prefilled(side(), prompt, list(range(1, len(ids) + 1)))
+    request = Request(list(range(prompt)), params, request_id=name)
+    engine.arrived(request)
+    external = engine.external(request, 0)
+    assert external
+    manager.take(name, ids)
+    engine.allocated(request, manager.get_blocks(name).blocks, external)
+    return request
+
+
+def test_the_blocks_of_a_failed_load_are_free_before_vllm_comes_to_its_request() -> None:
+    engine, manager = side(), Manager()
+    engine.bind(manager)
+    loading(engine, manager, "a", 13, [1, 2, 3, 4])
+    engine.received([], failed=["a"])
+    assert manager.freed == []  # a rank's daemon may still write to them
+    engine.received(["a"])
+    assert sorted(manager.freed) == [1, 2, 3, 4]
+
+
+def test_the_blocks_of_a_failed_load_whose_request_has_ended_are_left_to_vllm() -> None:
+    engine, manager = side(), Manager()
+    engine.bind(manager)
+    request = loading(engine, manager, "a", 13, [1, 2, 3, 4])
+    engine.received([], failed=["a"])
+    engine.finished(request, ([1, 2, 3, 4],))
+    engine.received(["a"])
+    assert manager.freed == []
+
+
+def test_a_failed_load_that_lacks_blocks_to_be_computed_lets_those_pass_that_are_loaded() -> None:
+    engine, manager = side(), Manager(num_gpu_blocks=9)
+    engine.bind(manager)
+    failed = loading(engine, manager, "a", 13, [1, 2, 3, 4])
+    loaded = loading(engine, manager, "b", 14, [5, 6, 7, 8])
+    engine.received(["a", "b"], failed=["a"])
+    manager.take("other", [1])
+    assert engine.external(failed, 0) is None
+    engine.allocated(loaded, manager.get_blocks("b").blocks, 0)
+    assert engine.external(failed, 0) == 0
+
+
+def test_no_load_begins_while_one_that_failed_waits_for_blocks() -> None:
+    engine, manager = side(), Manager()
+    engine.bind(manager)
+    failed = loading(engine, manager, "a", 13, [1, 2, 3, 4])
+    engine.received(["a"], failed=["a"])
+    later = Request(list(range(14)), prefilled(side(), 14, [1, 2, 3, 4]), request_id="b")
+    engine.arrived(later)
+    assert engine.external(later, 0) is None
+    assert engine.external(failed, 0) == 0
+    engine.allocated(failed, (table(1, 2, 3, 4),), 0)
+    assert engine.external(later, 0) == 13

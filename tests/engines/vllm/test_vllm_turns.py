@@ -23,8 +23,7 @@ CONSUMER = {"do_remote_prefill": True}
 def side(manager: Manager | None = None, *groups: Any, ranks: int = 1, **policy: Any) -> SchedulerSide:
     made = SchedulerSide(groups or ((Full(), BLOCK),), ranks, turns=TurnPolicy(**policy))
     made.set_endpoints({rank: endpoint(rank) for rank in range(ranks)})
-    if manager is not None:
-        made.turns.kept.bind(manager)
+    made.bind(manager or Manager())
     return made
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvd.engines.vllm.loads import shortage
+
 _SCARCE = 1 / 16
 """The share of the cache that must be free for an answer to be kept: with less it would soon be given up."""
 
@@ -137,16 +139,12 @@ class KeptTurns:
     def relieve(self, block_tokens: Sequence[int]) -> None:
         """A step was planned: whoever still waits was passed over. Gives up what the first one lacks.
 
-        `block_tokens`, of each group. What the request has in the prefix cache is not known here, so that this may be
-        more than it lacks.
+        `block_tokens`, of each group. It may be more than that lacks (`shortage`).
         """
         if not self._kept or not self._waiting:
             return
         request = next(iter(self._waiting.values()))
-        needed = sum(-(-request.num_tokens // tokens) for tokens in block_tokens)
-        pool = self._manager.block_pool
-        margin = int(_LEAST_GIVEN_UP * pool.num_gpu_blocks)  # vLLM keeps some free, and some for requests that load
-        self._free(needed + margin - pool.get_num_free_blocks() - self._coming())
+        self._free(shortage(self._manager, request.num_tokens, block_tokens) - self._coming())
 
     def frees(self) -> bool:
         """A running request lacks a block: whether some will be free soon. Gives turns up if none are on their way."""

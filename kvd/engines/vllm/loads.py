@@ -1,0 +1,86 @@
+"""Requests whose blocks are pulled, until vLLM computes them; and what becomes of those whose pull has failed.
+
+With `kv_load_failure_policy` "recompute" vLLM computes such a prompt itself. That takes more blocks than its load did,
+where there are windows or states. vLLM would free the blocks of the load only when it comes to the request, and comes
+to nothing behind one that lacks blocks: with a cache full of loads the engine would stand still for good. So these
+blocks are freed as the load ends; such a request lets those pass whose loads are complete; and none begins meanwhile.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvd.layout import Window
+
+_KEPT_FREE = 1 / 32
+"""The share of its blocks that vLLM may keep free of requests that begin."""
+
+
+@dataclass(slots=True)
+class _Load:
+    request: Any
+    failed: bool = False
+    ended: bool = False
+    """Nothing is written to its blocks any more."""
+
+
+class Loads:
+    """By request. `groups` are the window and tokens per block of each KV cache group."""
+
+    def __init__(self, groups: Sequence[tuple[Window, int]]) -> None:
+        self._groups = groups
+        self._loads: dict[str, _Load] = {}
+        self._manager: Any = None
+
+    def bind(self, manager: Any) -> None:
+        """Takes vLLM's KV cache manager."""
+        self._manager = manager
+
+    def begin(self, request: Any) -> None:
+        """The blocks of `request` are pulled."""
+        self._loads[request.request_id] = _Load(request)
+
+    def fail(self, requests: Iterable[str]) -> None:
+        """These loads have failed; a rank's daemon may still write to their blocks."""
+        for load in filter(None, map(self._loads.get, requests)):
+            load.failed = True
+
+    def end(self, request: str) -> Any:
+        """Nothing is written to its blocks any more. Returns the request if they were freed, as its load has failed."""
+        load = self._loads.get(request)
+        if load is None:
+            return None
+        load.ended = True
+        if not load.failed:
+            return None
+        self._manager.free(load.request)  # vLLM does so again when it comes to it
+        return load.request
+
+    def forget(self, request: str) -> None:
+        """VLLM has given it blocks to compute it, or it is over."""
+        self._loads.pop(request, None)
+
+    def has_failed(self, request: str) -> bool:
+        """Whether its load has failed, and it waits for blocks."""
+        load = self._loads.get(request)
+        return load is not None and load.failed and load.ended
+
+    @property
+    def any_failed(self) -> bool:
+        """Whether a request waits for blocks whose load has failed."""
+        return any(map(self.has_failed, self._loads))
+
+    def must_wait(self, request: Any) -> bool:
+        """Whether vLLM may lack blocks to compute it, and others that have theirs come behind it."""
+        lacks = shortage(self._manager, request.num_tokens, [tokens for _, tokens in self._groups]) > 0
+        return lacks and not all(map(self.has_failed, self._loads))
+
+
+def shortage(manager: Any, tokens: int, block_tokens: Sequence[int]) -> int:
+    """How many blocks vLLM may lack for a request of `tokens` tokens, not above 0 if it has enough; it keeps some free.
+
+    `block_tokens`, of each group. What the prefix cache has of it is not known here.
+    """
+    pool = manager.block_pool
+    needed = sum(-(-tokens // in_block) for in_block in block_tokens)
+    return int(needed + _KEPT_FREE * pool.num_gpu_blocks - pool.get_num_free_blocks())
