@@ -2,7 +2,7 @@
 
 import codecs
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -57,6 +57,8 @@ class Body:
         if len(self.fields) > limits.FIELDS:
             text = f"the body has {len(self.fields)} fields; at most {limits.FIELDS} are taken"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
+        for name in self.fields.keys() - set(_Long.__struct_fields__):
+            self._check_depth(name)
         if bytes(self.fields.pop("kv_transfer_params", NULL)) != bytes(NULL):
             text = "kv_transfer_params is set by the router, which gets it from a prefill server: leave it out"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
@@ -140,6 +142,17 @@ class Body:
         fields |= {name: _ONE for name in _LENGTHS if name == _LENGTHS[0] or name in fields}
         return msgspec.json.encode(fields | more)
 
+    def _check_depth(self, name: str) -> None:
+        """Refuses a field that is nested so deeply that a server's engine may die of it."""
+        text = bytes(self.fields[name])
+        if text.count(b"[") + text.count(b"{") <= limits.DEPTH:
+            return
+        depth, level = 0, [self._field(name, Any)]
+        while nests := [value for value in level if isinstance(value, dict | list)]:
+            depth, level = depth + 1, [inner for value in nests for inner in _inside(value)]
+            if depth > limits.DEPTH:
+                raise refusal(ErrorCode.BAD_MESSAGE, f"{name} is nested too deeply; {limits.DEPTH} levels are taken")
+
     def _has_several_prompts(self) -> bool:
         """A list of strings or of lists has several prompts, one of token ids is one."""
         prompt = bytes(self.fields.get("prompt", b""))
@@ -155,6 +168,10 @@ class Body:
             return decode(self.fields[name], kind)
         except msgspec.DecodeError as error:
             raise refusal(ErrorCode.BAD_MESSAGE, f"{name}: {error}") from error
+
+
+def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 class _Long(msgspec.Struct):

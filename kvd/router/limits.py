@@ -37,6 +37,9 @@ FIELDS: Final = 256
 FIELDS_BYTES: Final = MIB
 """A body's fields other than prompts, messages and documents: hundreds of tools. Each byte may become ten."""
 
+DEPTH: Final = 64
+"""Levels of those fields. vLLM pickles what it does not know, and its engine dies of 480 (0.32)."""
+
 MESSAGES: Final = 4096
 COMMAS: Final = 1 << 16
 """Messages of a chat, and commas in them, with which every message ends a beginning that is known: in milliseconds. Of

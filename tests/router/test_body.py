@@ -69,6 +69,8 @@ def test_numbers_keep_their_digits() -> None:
         (b"[1]", "no JSON object"),
         (b'{"x": %b}' % nested(100_000), "nested too deeply"),
         (b'{"n": %b}' % nested(100_000), "nested too deeply"),
+        (b'{"ec_transfer_params": {"a": %b}}' % nested(64), "ec_transfer_params is nested too deeply; 64 levels"),
+        (b'{"response_format": %b}' % nested(65), "response_format is nested too deeply; 64 levels"),
         (b'{"\xff": 0}', "no UTF-8"),
         (b'{"n": "\xff"}', "n: "),
         (b'{"n": 0}', "n is 0"),
@@ -86,6 +88,13 @@ def test_what_cannot_be_routed_is_refused_with_the_reason(data: bytes, named: st
     with pytest.raises(BadRequest, match=named) as caught:
         Body(data)
     assert caught.value.code == ErrorCode.BAD_MESSAGE
+
+
+def test_what_is_nested_as_deeply_as_servers_take_is_routed() -> None:
+    wide = b"[%b[]]" % (b"[]," * 1000)
+    for value in (nested(64), wide, b'"%b"' % (b"[" * 1000), b'{"a": %b}' % nested(63)):
+        assert is_taken(b'{"response_format": %b}' % value)
+    assert is_taken(b'{"messages": [{"content": %b}]}' % nested(100))
 
 
 def test_a_chat_whose_depth_is_found_late_is_refused_like_any_other() -> None:
