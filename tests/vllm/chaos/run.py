@@ -128,6 +128,8 @@ class _Chaos:
         self._say = say
         self._troubled: list[tuple[float, float]] = []
         """From the beginning of each round until everything worked again."""
+        self._lacking = ""
+        """Why not everything worked when it was looked at last."""
         self.verdict = Verdict()
 
     @property
@@ -187,7 +189,8 @@ class _Chaos:
         self.verdict.recoveries.append(worked - over)
         self._say(f"          over after {over - began:.1f} s, all works {worked - over:.1f} s later")
         if worked - over > self._bounds.recovery:
-            self.verdict.broken.append(f"{name}: all works {worked - over:.1f} s after the last fault")
+            late = f"{name}: all works {worked - over:.1f} s after the last fault"
+            self.verdict.broken.append(f"{late}; before that, {self._lacking}")
         await asyncio.sleep(drawn.calm)
 
     async def _inflict(self, fault: Fault) -> None:
@@ -213,9 +216,14 @@ class _Chaos:
             done, failed = await self._loads()
             asked = await clients.request()
             done_then, failed_then = await self._loads()
-        except HttpError:
+        except HttpError as error:
+            self._lacking = str(error)
             return False
-        return asked.outcome is Outcome.RIGHT and done_then > done and failed_then == failed
+        works = asked.outcome is Outcome.RIGHT and done_then > done and failed_then == failed
+        if not works:
+            loads = f"{done_then - done:.0f} loads and {failed_then - failed:.0f} that failed"
+            self._lacking = f"a request took {asked.ended - asked.began:.1f} s ({asked.outcome}), beside {loads}"
+        return works
 
     async def _loads(self) -> tuple[float, float]:
         """Pulls of the decode side that ended well, and badly: as its daemon has it."""
