@@ -1,4 +1,4 @@
-"""vLLM's KV cache manager, as far as what is kept for the next turns of conversations needs it."""
+"""vLLM's KV cache manager, as far as kept turns of conversations and failed loads need it."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -263,6 +263,7 @@ class Engine:
             of_rank.kv_cache_layout = config.cache_config.kv_cache_layout
         self.cache_config = configs[0]
         self.scheduler = KvdConnector(config, KVConnectorRole.SCHEDULER, generate_scheduler_kv_cache_config(configs))
+        self.scheduler.bind_kv_cache_manager(Manager())
         self.workers: list[KvdConnector] = []
         self.caches: list[dict[str, torch.Tensor]] = []
         for rank, of_rank in enumerate(configs):
