@@ -275,6 +275,9 @@ class Engine:
         self.sent: set[str] = set()
         self.received: set[str] = set()
         self.failed: set[str] = set()
+        self._policy = policy
+        self._decoding: dict[str, tuple[Request, tuple[list[int], ...]]] = {}
+        """Requests that have blocks, and these."""
 
     def _add_worker(self, config: Any, rank: int, layers: dict[str, Any], cache_config: Any) -> None:
         config = copy.copy(config)
@@ -320,6 +323,9 @@ class Engine:
         self.sent |= sent
         self.received |= received
         self.failed |= joined.failed_recving
+        if self._policy == "fail":
+            for name in joined.failed_recving & self._decoding.keys():
+                self.scheduler.request_finished_all_groups(*self._decoding.pop(name))
 
     def run_until(self, ended: Callable[[], bool]) -> None:
         """Steps until `ended()`, or fails the test."""
@@ -379,6 +385,7 @@ class Engine:
             for table in tables
         ]
         self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=blocks), tokens)
+        self._decoding[request.request_id] = request, tuple(tables)
 
     def fill(self, seed: int) -> None:
         """Other bytes in every layer's cache of every rank."""
