@@ -497,8 +497,8 @@ METRICS_PER_SECOND: Final = 20
 """Texts of all metrics that are written in a second, of 1 to 2 ms each; more requests get the last one again."""
 
 # --- engines ----------------------------------------------------------------------------------------------------------
-MAX_PULLED_TICKETS: Final = 1024
-"""Tickets that a vLLM engine remembers to have pulled: samples of one prompt may come when the first has its blocks."""
+MAX_ENDED_TICKETS: Final = 1024
+"""Tickets that a vLLM engine remembers to have used: samples of one prompt may come when the first has its blocks."""
 
 MAX_TURN_PREFIXES: Final = 32
 """Beginnings of a turn that are told apart, 40 bytes each: the next prompt may leave it at any of them."""

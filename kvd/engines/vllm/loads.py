@@ -6,8 +6,8 @@ to nothing behind one that lacks blocks: with a cache full of loads the engine w
 blocks are freed as the load ends; such a request lets those pass whose loads are complete; and none begins meanwhile.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from kvd.layout import Window
@@ -16,20 +16,17 @@ _KEPT_FREE = 1 / 32
 """The share of its blocks that vLLM may keep free of requests that begin."""
 
 
-@dataclass(slots=True)
-class _Load:
-    request: Any
-    failed: bool = False
-    ended: bool = False
-    """Nothing is written to its blocks any more."""
-
-
 class Loads:
     """By request. `groups` are the window and tokens per block of each KV cache group."""
 
     def __init__(self, groups: Sequence[tuple[Window, int]]) -> None:
         self._groups = groups
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, Any] = {}
+        """vLLM's requests."""
+        self._failing: set[str] = set()
+        """Those whose load has failed, and a rank's daemon may still write to their blocks."""
+        self._failed: set[str] = set()
+        """Those whose load has failed, and nothing is written to their blocks any more."""
         self._manager: Any = None
 
     def bind(self, manager: Any) -> None:
@@ -38,42 +35,40 @@ class Loads:
 
     def begin(self, request: Any) -> None:
         """The blocks of `request` are pulled."""
-        self._loads[request.request_id] = _Load(request)
+        self._loads[request.request_id] = request
 
-    def fail(self, requests: Iterable[str]) -> None:
-        """These loads have failed; a rank's daemon may still write to their blocks."""
-        for load in filter(None, map(self._loads.get, requests)):
-            load.failed = True
+    def fail(self, requests: AbstractSet[str]) -> None:
+        """These loads have failed, and have not ended."""
+        self._failing |= self._loads.keys() & requests
 
     def end(self, request: str) -> Any:
         """Nothing is written to its blocks any more. Returns the request if they were freed, as its load has failed."""
-        load = self._loads.get(request)
-        if load is None:
+        if request not in self._failing:
             return None
-        load.ended = True
-        if not load.failed:
-            return None
-        self._manager.free(load.request)  # vLLM does so again when it comes to it
-        return load.request
+        self._failing.remove(request)
+        self._failed.add(request)
+        self._manager.free(self._loads[request])  # vLLM does so again when it comes to it
+        return self._loads[request]
 
     def forget(self, request: str) -> None:
         """VLLM has given it blocks to compute it, or it is over."""
         self._loads.pop(request, None)
+        self._failing.discard(request)
+        self._failed.discard(request)
 
     def has_failed(self, request: str) -> bool:
         """Whether its load has failed, and it waits for blocks."""
-        load = self._loads.get(request)
-        return load is not None and load.failed and load.ended
+        return request in self._failed
 
     @property
     def any_failed(self) -> bool:
         """Whether a request waits for blocks whose load has failed."""
-        return any(map(self.has_failed, self._loads))
+        return bool(self._failed)
 
     def must_wait(self, request: Any) -> bool:
         """Whether vLLM may lack blocks to compute it, and others that have theirs come behind it."""
-        lacks = shortage(self._manager, request.num_tokens, [tokens for _, tokens in self._groups]) > 0
-        return lacks and not all(map(self.has_failed, self._loads))
+        others = len(self._loads) > len(self._failed)
+        return others and shortage(self._manager, request.num_tokens, [tokens for _, tokens in self._groups]) > 0
 
 
 def shortage(manager: Any, tokens: int, block_tokens: Sequence[int]) -> int:

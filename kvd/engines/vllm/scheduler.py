@@ -3,7 +3,7 @@
 On the decode side, `arrived` reads a request's transfer parameters and `external` says how many tokens will come. A
 request that is not scheduled at once has its offer held, by every rank's daemon (`take_metadata`). Once vLLM has given
 the request blocks, `allocated` orders a pull of those that are missing; `finished` cancels a pull that still runs. Of
-several requests with one ticket (samples of one prompt) one pulls, and the others find its blocks in the prefix cache.
+several requests with one ticket one pulls (`tickets`).
 On the prefill side, `finished` orders the offer and returns the ticket, which needs no answer of a daemon. If the
 router has sent a request to both sides at once, its offer grows from `arrived` on (`kvd.engines.vllm.growing`). How
 many tokens move is told in `kvd.engines.vllm.prompts`.
@@ -26,11 +26,12 @@ from kvd.engines.vllm.growing.scheduler import GrowingOffers
 from kvd.engines.vllm.loads import Loads
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.engines.vllm.prompts import Prompts, leave_out
+from kvd.engines.vllm.tickets import Tickets
 from kvd.engines.vllm.transfer_params import Prompt, TransferParams
 from kvd.engines.vllm.turns.scheduler import TurnPolicy, Turns, is_complete
 from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.layout import Full, State, Window
-from kvd.limits import MAX_PULLED_TICKETS, MAX_REQUEST_ID_BYTES, SECRET_BYTES
+from kvd.limits import MAX_REQUEST_ID_BYTES, SECRET_BYTES
 from kvd.protocol.ticket import Ticket, TicketRank
 
 logger = logging.getLogger(__name__)
@@ -65,18 +66,15 @@ class SchedulerSide:
         self._unsent: dict[int, bool] = {}
         self._params: dict[str, TransferParams] = {}
         """By request, until its ticket is used."""
-        self._queued: dict[str, str] = {}
-        """The tickets of requests that came since the last step; of those that are scheduled in it, none is left."""
+        self._queued: dict[str, TransferParams] = {}
+        """Of requests that came since the last step; of those that are scheduled in it, none is left."""
         self._holds: dict[str, str] = {}
         """The hold of a request that waits for blocks."""
         self._computed: dict[str, int] = {}
         self._loads = Loads(self._groups)
         self._loading: dict[str, str] = {}
         """The pull that a request waits for."""
-        self._pulling: dict[str, str] = {}
-        """The request for which a ticket is pulled, by ticket: others with the same ticket wait for it."""
-        self._pulled: dict[int, None] = {}
-        """Hashes of tickets that were pulled, the latest last: others with the same find what is still in the cache."""
+        self._tickets = Tickets()
         self._metadata = StepMetadata()
         self._fresh: list[tuple[dict[str, Any], OfferOrder | None]] = []
         """This step's answers, which vLLM has not sent yet, and the offers that their tickets are for."""
@@ -130,9 +128,9 @@ class SchedulerSide:
         if self._loads.has_failed(request.request_id):
             return None if self._loads.must_wait(request) else 0
         offered = self._params.get(request.request_id)
-        if offered is None or self._is_here(offered):
+        if offered is None or self._tickets.is_over(offered):
             return 0
-        if offered.once and offered.ticket in self._pulling:
+        if self._tickets.is_pulled(offered):
             return None
         wanted: int = request.num_prompt_tokens - 1
         if self._has_states and offered.tokens > wanted and not offered.refused:
@@ -166,8 +164,8 @@ class SchedulerSide:
         refused = offered.refused
         if len({part.group for part in missing}) < len(missing):
             refused = "the prefix cache holds blocks between the missing ones; kvd does not overwrite them"
-        if offered.once and not refused:
-            self._pulling[offered.ticket] = name
+        if not refused:
+            self._tickets.pull(name, offered)
         held, grows = self._holds.pop(name, ""), offered.grows
         self._metadata.pulls.append(
             PullOrder(name, pull, offered.ticket, missing, waits=True, refused=refused, consumer=held, grows=grows)
@@ -185,7 +183,7 @@ class SchedulerSide:
         pull = self._loading.get(request.request_id)
         if pull is not None:
             self._metadata.cancels.append(pull)
-            self._not_pulled([request.request_id])
+            self._tickets.end(request.request_id)
             self._growing.withdraw(request.request_id)  # a prefill that waited for an earlier turn
             return None
         order = self._order(request, block_ids)
@@ -248,11 +246,11 @@ class SchedulerSide:
         self._fresh.clear()
         self.turns.kept.relieve([block_tokens for _, block_tokens in self._groups])
         self._metadata.withdrawals = self.turns.kept.take_withdrawals()
-        for request, ticket in list(self._queued.items()):
-            if ticket not in self._pulling:
-                if not self._is_here(self._params[request]):
+        for request, offered in list(self._queued.items()):
+            if not self._tickets.is_pulled(offered):
+                if not self._tickets.is_over(offered):
                     self._holds[request] = hold = self._name(request)
-                    self._metadata.holds.append(HoldOrder(request, hold, ticket))
+                    self._metadata.holds.append(HoldOrder(request, hold, offered.ticket))
                 del self._queued[request]
         metadata, self._metadata = self._metadata, StepMetadata()
         metadata.growing = self._growing.take_orders()
@@ -263,18 +261,15 @@ class SchedulerSide:
     def received(self, requests: Iterable[str], failed: Iterable[str] = ()) -> None:
         """The blocks of these requests are no longer written to; loads of others, or of the same, have `failed`."""
         gone = set(failed)
-        self._not_pulled(gone)
+        for request in gone:
+            self._tickets.fail(request)
         self._loads.fail(gone)
         for request in requests:
             self._loading.pop(request, None)
+            self._tickets.end(request)
             if (failed_request := self._loads.end(request)) is not None:
                 self.turns.kept.arrived(failed_request)  # it needs blocks again
             self.turns.received(request, failed=request in gone)
-        for ticket in [ticket for ticket, request in self._pulling.items() if request not in self._loading]:
-            del self._pulling[ticket]
-            self._pulled[hash(ticket)] = None
-            if len(self._pulled) > MAX_PULLED_TICKETS:
-                del self._pulled[next(iter(self._pulled))]
 
     def set_endpoints(self, endpoints: dict[int, RankEndpoint]) -> None:
         """The daemons of these ranks became known or changed; tickets that are not sent yet name the new ones.
@@ -298,15 +293,6 @@ class SchedulerSide:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _is_here(self, offered: TransferParams) -> bool:
-        """Whether another request has pulled this ticket, whose offer then is over."""
-        return offered.once and hash(offered.ticket) in self._pulled
-
-    def _not_pulled(self, requests: Iterable[str]) -> None:
-        """These requests bring nothing: one of those that wait for their tickets may pull."""
-        gone = set(requests)
-        self._pulling = {ticket: request for ticket, request in self._pulling.items() if request not in gone}
-
     def _name_producer(self, params: dict[str, Any]) -> None:
         """Says in an answer where this engine's daemons are."""
         if self._alone or growing_params.is_growing(params):
@@ -315,7 +301,7 @@ class SchedulerSide:
     def _offered(self, request: Any, offered: TransferParams) -> None:
         self._params[request.request_id] = offered
         if offered.ticket and not offered.refused:
-            self._queued[request.request_id] = offered.ticket
+            self._queued[request.request_id] = offered
 
     def _prompt(self, request: Any) -> Prompt:
         return Prompt.of(request, adapter_paths=self._adapter_paths)
@@ -327,13 +313,15 @@ class SchedulerSide:
             raise refusal(ErrorCode.BAD_BLOCKS, text)
 
     def _let_go(self, request: Any, offered: TransferParams) -> None:
-        """Tells the producer that its blocks are not needed.
+        """Tells the producer that its blocks are not needed, unless the offer is over.
 
         The prompt need not be the ticket's: where vLLM's API server has rejected a request, it sends one with a prompt
         of its own and ends it at once, only for this.
         """
-        if offered.ticket:
-            name, hold = self._name(request.request_id), self._holds.pop(request.request_id, "")
+        hold = self._holds.pop(request.request_id, "")
+        if offered.ticket and (hold or not self._tickets.is_over(offered)):
+            self._tickets.let_go(offered)
+            name = self._name(request.request_id)
             self._metadata.pulls.append(
                 PullOrder(request.request_id, name, offered.ticket, (), waits=False, consumer=hold, grows=offered.grows)
             )

@@ -375,11 +375,9 @@ def test_of_several_requests_with_one_ticket_one_pulls_and_the_others_find_its_b
     scheduler.received(["first"])
     assert scheduler.external(second, 8) == 0
     scheduler.allocated(second, [table(5, 6, 8, cached=2)], 0)
-    metadata = scheduler.take_metadata()
-    assert [(pull.request, pull.waits) for pull in metadata.pulls] == [("second", False)]
-    assert metadata.holds == []
     assert scheduler.external(samples.arrives("a later one"), 0) == 0
-    assert scheduler.take_metadata().holds == []
+    metadata = scheduler.take_metadata()
+    assert (metadata.pulls, metadata.holds) == ([], [])  # the offer has been over since
 
 
 def test_requests_for_which_the_router_had_the_offer_stand_pull_each_for_itself() -> None:
@@ -390,7 +388,7 @@ def test_requests_for_which_the_router_had_the_offer_stand_pull_each_for_itself(
 
 
 def test_of_tickets_that_were_pulled_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.engines.vllm.scheduler.MAX_PULLED_TICKETS", 1)
+    monkeypatch.setattr("kvd.engines.vllm.tickets.MAX_ENDED_TICKETS", 1)
     samples = Samples()
     samples.scheduler.received(["first"])
     again = Request(list(range(9)), prefilled(side(), 9, [3, 1, 2]), request_id="again")
@@ -400,22 +398,42 @@ def test_of_tickets_that_were_pulled_the_latest_are_remembered(monkeypatch: pyte
     assert samples.scheduler.external(samples.second, 0) == 8
 
 
-@pytest.mark.parametrize("fails", [True, False], ids=["its load fails", "it is aborted"])
-def test_where_the_request_that_pulls_gets_nothing_the_next_one_pulls(fails: bool) -> None:
+def test_where_the_load_of_the_request_that_pulls_fails_the_next_one_pulls() -> None:
     samples = Samples()
     scheduler, second = samples.scheduler, samples.second
-    if fails:
-        scheduler.received(["first"], ["first"])
-        assert scheduler.external(samples.first, 0) == 0
-        scheduler.allocated(samples.first, [table(5, 6, 7)], 0)
-    else:
-        scheduler.finished(samples.first, [[5, 6, 7]])
+    scheduler.received(["first"], ["first"])
+    assert scheduler.external(samples.first, 0) == 0
+    scheduler.allocated(samples.first, [table(5, 6, 7)], 0)
     assert scheduler.external(second, 0) == 8
     scheduler.received(["first"])
     assert scheduler.external(second, 0) == 8
     scheduler.allocated(second, [table(8, 9, 10)], 8)
     scheduler.received(["second"])
     assert scheduler.external(samples.arrives("third"), 0) == 0
+
+
+@pytest.mark.parametrize("end", ["aborted in its pull", "aborted as it queues", "all in the cache"])
+def test_a_ticket_that_was_not_wanted_is_not_pulled_again(end: str) -> None:
+    """Its offer is over. So it is for a request that a router sends only to have the offer let go of."""
+    samples, scheduler = Samples(), side()
+    if end == "aborted in its pull":
+        scheduler = samples.scheduler
+        scheduler.take_metadata()
+        scheduler.finished(samples.first, [[5, 6, 7]])
+        assert len(scheduler.take_metadata().cancels) == 1
+    else:
+        first, _ = decoded(scheduler, samples.params, 9)
+        if end == "aborted as it queues":
+            scheduler.finished(first, [[]])
+        else:
+            scheduler.allocated(first, [table(5, 6, 7, cached=3)], 0)
+        assert [pull.waits for pull in scheduler.take_metadata().pulls] == [False]
+    last = Request(list(range(9)), samples.params, request_id="last")
+    scheduler.arrived(last)
+    assert scheduler.external(last, 0) == 0
+    scheduler.allocated(last, [table(8, 9, 10)], 0)
+    metadata = scheduler.take_metadata()
+    assert (metadata.pulls, metadata.holds) == ([], [])
 
 
 def test_a_request_that_waits_for_anothers_pull_and_gets_nothing_is_held_again() -> None:
