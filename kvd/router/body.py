@@ -57,8 +57,9 @@ class Body:
         if len(self.fields) > limits.FIELDS:
             text = f"the body has {len(self.fields)} fields; at most {limits.FIELDS} are taken"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
-        for name in self.fields.keys() - set(_Long.__struct_fields__):
-            self._check_depth(name)
+        for name in self.fields:
+            if name not in _Long.__struct_fields__:
+                self._check_depth(name)
         if bytes(self.fields.pop("kv_transfer_params", NULL)) != bytes(NULL):
             text = "kv_transfer_params is set by the router, which gets it from a prefill server: leave it out"
             raise refusal(ErrorCode.BAD_MESSAGE, text)

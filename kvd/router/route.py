@@ -26,7 +26,7 @@ from kvd.router.growing import Producers
 from kvd.router.legs import Meeting, told
 from kvd.router.metrics import Metrics
 from kvd.router.reply import Reply
-from kvd.router.servers import Server, Servers, ask, refused, rest, served, unknown
+from kvd.router.servers import Server, Servers, ask, rest, served, unknown
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 
 logger = logging.getLogger(__name__)
@@ -190,7 +190,6 @@ class Router:
     async def _use(self, answer: Prefilled | Whole, client: Reply, server: Server, attempts: Attempts) -> bool:
         """Gets `attempts.prefilled` from an answer. False if that refuses the request, as the client then knows."""
         if isinstance(answer, Whole):
-            self._refused(server, attempts)
             await _pass_on(answer, client)
             return False
         attempts.prefilled = answer
@@ -202,7 +201,6 @@ class Router:
         attempts.meeting = Meeting(self._upstream, request, server)
         found = await attempts.meeting.prefilled()
         if isinstance(found, Whole):
-            self._refused(server, attempts)
             await _pass_on(found, client)
             return False
         attempts.prefilled = found
@@ -235,7 +233,6 @@ class Router:
         ) as answer:
             if answer.status != HTTPStatus.OK:
                 attempts.refused_by, attempts.answered = server, True
-                self._refused(server, attempts)
                 await _relay(answer, await answer.part(), client)
                 return
             said, first = await answer.beginning()
@@ -291,21 +288,14 @@ class Router:
     def _served(self, server: Server, attempts: Attempts) -> None:
         """The request can be served: so those of this role that failed are at fault."""
         served(server)
-        attempts.finds_out.pop(server, None)
         for suspect in [one for one in attempts.suspects if one.role == server.role]:
             attempts.suspects.remove(suspect)
-            attempts.finds_out.pop(suspect, None)
-            rest(suspect, time.monotonic())
-
-    def _refused(self, server: Server, attempts: Attempts) -> None:
-        refused(server)
-        attempts.finds_out.pop(server, None)
+            _fails(suspect, attempts)
 
     def _note(self, failure: ServerFailed, attempts: Attempts) -> None:
         attempts.tried.add(failure.server)
         if failure.lost:
-            attempts.finds_out.pop(failure.server, None)
-            rest(failure.server, time.monotonic())
+            _fails(failure.server, attempts)
         else:
             attempts.suspects.add(failure.server)
         self._metrics.failures.labels(failure.server.role, failure.server.url).inc()
@@ -327,8 +317,15 @@ class Router:
         return refusal(failure.code, failure.text + more)
 
 
+def _fails(server: Server, attempts: Attempts) -> None:
+    attempts.finds_out.pop(server, None)
+    rest(server, time.monotonic())
+
+
 def _find_out_no_more(attempts: Attempts) -> None:
     """Leaves what the request has not found out to the next ones: its client has left, or it is at fault itself.
+
+    Such are also those that the server refused, which says nothing of others.
 
     Not so if it has waited for so long that its client may have left for that.
     """

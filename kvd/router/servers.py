@@ -102,11 +102,6 @@ def unknown(server: Server, until: float) -> None:
         server.failures, server.rests_until = server.failures - 1, 0.0
 
 
-def refused(server: Server) -> None:
-    """Notes that it refused a request, which says nothing of others: the next one finds out whether it still fails."""
-    server.rests_until = 0.0
-
-
 def served(server: Server) -> None:
     """Notes that it served a request."""
     server.failures, server.rests_until = 0, 0.0

@@ -338,29 +338,12 @@ async def test_a_server_that_keeps_failing_gets_one_request_after_each_of_its_pa
             now -= 0.9 * (pause or 0.5) * limits.REST_SECONDS
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_server_is_not_out_of_use_for_requests_that_it_refuses(role: str) -> None:
-    async def refusing_some(server: Scripted, request, body):
-        good = prefilled if role == "prefill" else decoded
-        return await (refusing if body["prompt"].startswith("bad") else good)(server, request, body)
-
-    prefill, decode = ([refusing_some] * 2, [decoded]) if role == "prefill" else ([prefilled], [refusing_some] * 2)
-    async with routed(prefill, decode) as stage:
-        failed, _ = (stage.server._router._prefill if role == "prefill" else stage.server._decodes).all
-        rest(failed, time.monotonic() - limits.REST_SECONDS)
-        for number in range(8):  # one of them finds out whether it still fails
-            assert (await stage.ask(prompt=f"bad {number}"))[0] == 400
-        for number in range(8):
-            assert (await stage.ask(prompt=f"good {number}"))[0] == 200
-        assert failed.failures == 0
-
-
-@pytest.mark.parametrize("bad", [hanging, failing, answering(429)])
+@pytest.mark.parametrize("bad", [refusing, hanging, failing, answering(429)])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_server_is_not_out_of_use_for_requests_that_do_not_show_whether_it_fails(
     role: str, bad, monkeypatch
 ) -> None:
-    """Their clients leave at once, or no server serves them."""
+    """It refuses them, their clients leave at once, or no server serves them."""
     monkeypatch.setattr(limits, "LEAVE_SECONDS", 0.05)
     monkeypatch.setattr(limits, "RELEASE_SECONDS", 0.05)
 

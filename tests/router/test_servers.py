@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.router.limits import AFFINITY_REQUESTS, LONGEST_REST_SECONDS, REST_SECONDS
-from kvd.router.servers import Servers, ask, refused, rest, served, unknown
+from kvd.router.servers import Servers, ask, rest, served, unknown
 
 LOADS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 
@@ -105,9 +105,9 @@ def test_a_request_that_a_server_refuses_leaves_it_to_the_next_one_whether_it_st
     now = REST_SECONDS
     for _ in range(5):
         assert servers.choose(now, known_by=bad) is bad
-        ask(bad, now)
+        until = ask(bad, now)
         assert servers.choose(now, known_by=bad) is good
-        refused(bad)
+        unknown(bad, until)
 
 
 def test_a_request_that_finds_out_nothing_leaves_that_to_the_next_one_unless_another_has_found_out() -> None:
