@@ -1,8 +1,9 @@
 """A client's request, and what servers are sent for it. Fields that the router does not set stay byte for byte."""
 
 import codecs
+import itertools
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -33,6 +34,9 @@ _NOT_FOR_ONE_TOKEN: Final = {
     "logprob_token_ids",
 }
 """Nobody reads the answer: the prompt's logprobs may take gigabytes of it. To stream some of them is refused."""
+_LEVELS: Final = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+"""What opens a level as 1, what closes one as -1."""
+_NO_LEVELS: Final = bytes(set(range(256)).difference(b'[{]}"'))
 _FIRST_LOGPROBS: Final = ("logprobs", "top_logprobs")
 """Those of the first token, which SGLang's decode servers take over from a prefill."""
 
@@ -146,13 +150,8 @@ class Body:
     def _check_depth(self, name: str) -> None:
         """Refuses a field that is nested so deeply that a server's engine may die of it."""
         text = bytes(self.fields[name])
-        if text.count(b"[") + text.count(b"{") <= limits.DEPTH:
-            return
-        depth, level = 0, [self._field(name, Any)]
-        while nests := [value for value in level if isinstance(value, dict | list)]:
-            depth, level = depth + 1, [inner for value in nests for inner in _inside(value)]
-            if depth > limits.DEPTH:
-                raise refusal(ErrorCode.BAD_MESSAGE, f"{name} is nested too deeply; {limits.DEPTH} levels are taken")
+        if text.count(b"[") + text.count(b"{") > limits.DEPTH and _depth(text) > limits.DEPTH:
+            raise refusal(ErrorCode.BAD_MESSAGE, f"{name} is nested too deeply; {limits.DEPTH} levels are taken")
 
     def _has_several_prompts(self) -> bool:
         """A list of strings or of lists has several prompts, one of token ids is one."""
@@ -171,8 +170,12 @@ class Body:
             raise refusal(ErrorCode.BAD_MESSAGE, f"{name}: {error}") from error
 
 
-def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
+def _depth(text: bytes) -> int:
+    """Levels of arrays and objects in this JSON. Its values are not decoded: some take a thousand times as long."""
+    text = text.replace(rb"\\", b"").replace(rb"\"", b"")  # now each quotation mark begins or ends a string
+    text = text.translate(_LEVELS, _NO_LEVELS).replace(b'""', b"")
+    outside = b"".join(text.split(b'"')[::2])
+    return max(itertools.accumulate(memoryview(outside).cast("b")), default=0)
 
 
 class _Long(msgspec.Struct):

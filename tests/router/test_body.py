@@ -97,6 +97,27 @@ def test_what_is_nested_as_deeply_as_servers_take_is_routed() -> None:
     assert is_taken(b'{"messages": [{"content": %b}]}' % nested(100))
 
 
+@given(st.recursive(st.text('[{]}"\\\\a'), lambda some: st.lists(some) | st.dictionaries(st.text('[{]}"\\\\'), some)))
+def test_levels_are_those_of_arrays_and_objects_and_not_of_what_strings_say(value) -> None:
+    def depth(value) -> int:
+        inside = value.values() if isinstance(value, dict) else value
+        return 0 if isinstance(value, str) else 1 + max(map(depth, inside), default=0)
+
+    levels = 64 - depth(value)
+    for more in (levels, levels + 1):
+        assert is_taken(b'{"x": %b%b%b}' % (b"[" * more, json.dumps(value).encode(), b"]" * more)) == (more == levels)
+
+
+@pytest.mark.parametrize("value", [b"[]", b'{"":0}', b"1e-320", b"1e400", b"1" * 5000], ids=lambda value: value[:6])
+def test_nothing_is_made_of_the_values_of_fields_that_the_router_does_not_set(value: bytes) -> None:
+    data = b'{"tools":[%b%b]}' % (b"[]," * 100, b",".join([value] * (1_000_000 // (len(value) + 1))))
+    tracemalloc.start()
+    body = Body(data)
+    assert tracemalloc.get_traced_memory()[1] < 4 * len(data)
+    tracemalloc.stop()
+    assert body.for_decode(None) == data
+
+
 def test_a_chat_whose_depth_is_found_late_is_refused_like_any_other() -> None:
     """How deep is too deep depends on the caller's stack, too."""
 
