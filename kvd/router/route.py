@@ -103,7 +103,8 @@ class Router:
             if attempts.early is None and not await self._prefilled(request, client, server, attempts):
                 return
             attempts.prefill = server
-        server = self._choose(self._decode, attempts, reached or (pair.decode if pair else None))
+        # Others may have rested, but nobody has connected to them.
+        server = reached or self._choose(self._decode, attempts, pair.decode if pair else None)
         sent = Sent()
         try:
             if attempts.early is None:

@@ -214,6 +214,30 @@ async def test_a_decode_server_that_is_back_is_found_among_many_that_are_not() -
         assert 200 in [(await stage.ask())[0] for _ in range(2)]
 
 
+@pytest.mark.parametrize("rested", [True, False])
+async def test_the_decode_server_that_was_reached_gets_the_request(rested: bool) -> None:
+    """Though others have rested before the prompt is prefilled, or rest no longer when it is."""
+    goes_on = asyncio.Event()
+
+    async def late(server: Scripted, request, body):
+        await goes_on.wait()
+        return await prefilled(server, request, body)
+
+    async with routed([late], [decoded] * 4) as stage:
+        _, *gone = stage.server._decodes.all
+        for server in gone:
+            server.place = place("http://127.0.0.1:1")
+        for server in stage.server._decodes.all:
+            rest(server, time.monotonic() - limits.REST_SECONDS * rested)
+        asking = asyncio.create_task(stage.ask())
+        await stage.prefill[0].until(lambda server: server.open == 1)
+        for server in gone:
+            server.rests_until = 0.0
+        goes_on.set()
+        assert (await asking)[0] == 200
+        assert len(stage.decode[0].asked) == 1
+
+
 async def test_a_decode_server_at_the_port_of_its_scheme_is_reached(monkeypatch) -> None:
     connected: list[tuple[str, int]] = []
 
