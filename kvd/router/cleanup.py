@@ -51,7 +51,7 @@ class Cleanup:
     def release(
         self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None
     ) -> None:
-        """Releases the offer of this prefill through a decode server that was not `tried`.
+        """Releases the offer of this prefill through a decode server that was not `tried`; if it fails, another one.
 
         Through the one that refused the request itself only if there is no other.
         """
@@ -92,22 +92,34 @@ class Cleanup:
     async def _released(
         self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None
     ) -> None:
+        avoided = {*tried} if refused_by is None else {*tried, refused_by}
         outcome = "failed"
-        avoided = tried if refused_by is None else {*tried, refused_by}
-        server = self._decode.choose(time.monotonic(), tried=avoided) or refused_by
-        if server is not None:
-            body = request.body.for_release(prefilled, server.engine, new_room())
-            try:
-                async with (
-                    asyncio.timeout(limits.RELEASE_SECONDS),
-                    self._upstream.post(server, request.path, body, request.headers, Sent()) as answer,
-                ):
-                    if answer.status == HTTPStatus.OK:
-                        await _taken(answer)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limits.RELEASE_SECONDS):
+                for _ in range(limits.ATTEMPTS):
+                    server = self._decode.choose(time.monotonic(), tried=avoided) or refused_by
+                    if server is None:
+                        break
+                    if await self._released_by(server, request, prefilled):
                         outcome = "done"
-            except (ServerFailed, TimeoutError) as error:
-                logger.warning("an offer was not released, and ends by its ttl: %s", error)
+                        break
+                    avoided.add(server)
+                    refused_by = None if server is refused_by else refused_by
+        if outcome == "failed":
+            logger.warning("an offer was not released, and ends by its ttl")
         self._metrics.releases.labels(outcome).inc()
+
+    async def _released_by(self, server: Server, request: Request, prefilled: Prefilled) -> bool:
+        body = request.body.for_release(prefilled, server.engine, new_room())
+        try:
+            async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
+                if answer.status == HTTPStatus.OK:
+                    await _taken(answer)
+                    return True
+                logger.warning("%s does not release an offer: it answered with status %d", server.name, answer.status)
+        except ServerFailed as error:
+            logger.warning("an offer is not released there: %s", error)
+        return False
 
 
 async def _taken(answer: Answer) -> None:

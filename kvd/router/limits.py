@@ -126,7 +126,7 @@ LEAVE_SECONDS: Final = 2.0
 be released, which that of an engine aborted in its last step cannot."""
 
 RELEASE_SECONDS: Final = 10.0
-"""For a decode server to take the request that releases an offer."""
+"""For decode servers to take the request that releases an offer: another one gets it if one fails."""
 
 TAKEN_SECONDS: Final = 5.0
 """After the head of its answer: vLLM gives its engine the request milliseconds later, on cores that others keep busy

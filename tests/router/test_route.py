@@ -690,6 +690,28 @@ async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_release
         assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
 
 
+@pytest.mark.parametrize("bad", [None, failing, answering(429), refusing, vanishing])
+async def test_an_offer_that_one_decode_server_does_not_release_is_released_by_another(bad) -> None:
+    gone = asyncio.Event()
+
+    async def late(server: Scripted, request, body):
+        await gone.wait()
+        return await prefilled(server, request, body)
+
+    async with routed([late], [bad or decoded, stalled]) as stage:
+        if bad is None:
+            stage.server._decodes.all[0].place = place("http://127.0.0.1:1")
+        asking = asyncio.create_task(stage.ask())
+        await stage.prefill[0].until(lambda server: server.open == 1)
+        asking.cancel()
+        await stage.server._intake.idle.wait()
+        gone.set()
+        await stage.decode[1].until(lambda server: server.aborted == 1)
+        await stage.server._router.close()
+        assert len(stage.decode[0].releases) == (bad is not None)
+        assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
+
+
 async def test_prefills_of_clients_that_are_gone_have_a_bound(monkeypatch) -> None:
     monkeypatch.setattr(limits, "CLEANUPS", 1)
     async with routed([hanging], [decoded]) as stage:
