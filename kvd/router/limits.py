@@ -22,6 +22,9 @@ OPEN_FILES: Final = CONNECTIONS + 2 * REQUESTS
 HEADER_BYTES: Final = 16 * KIB
 """The request line, and each header; a token for authorization has a few KiB."""
 
+ANSWER_HEADER_BYTES: Final = 4 * HEADER_BYTES
+"""Each header of a server's answer: some repeat what the client sent, which must not make the server fail."""
+
 HEADERS: Final = 64
 """Headers of one request."""
 

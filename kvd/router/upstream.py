@@ -173,6 +173,7 @@ class Upstream:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=limits.CHUNK_BYTES,
+            max_field_size=limits.ANSWER_HEADER_BYTES,
             headers={"Accept-Encoding": "identity"},
         )
         return self

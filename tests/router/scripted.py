@@ -210,7 +210,9 @@ async def scripted(
     answering: Answering, host: str = "127.0.0.1", kind: type[Scripted] = Scripted
 ) -> AsyncIterator[Scripted]:
     server = kind(answering)
-    runner = web.ServerRunner(web.Server(server.handle, handler_cancellation=True, access_log=None))
+    runner = web.ServerRunner(  # which takes headers as long as vLLM does
+        web.Server(server.handle, handler_cancellation=True, access_log=None, max_field_size=1 << 20)
+    )
     await runner.setup()
     site = web.TCPSite(runner, host, 0, backlog=2048)
     await site.start()

@@ -100,6 +100,20 @@ async def test_headers_of_the_client_reach_both_servers_with_one_request_id() ->
     assert "X-Hop" not in first
 
 
+@pytest.mark.parametrize("length", [10, limits.HEADER_BYTES - 100])
+async def test_a_server_that_repeats_a_clients_header_has_not_failed(length: int) -> None:
+    """As vLLM does with `--enable-request-id-headers`."""
+
+    async def repeating(server: Scripted, request, body):
+        answer = web.json_response({"choices": [{"text": "t1"}], "kv_transfer_params": PARAMS})
+        answer.headers["X-Request-Id"] = request.headers["X-Request-Id"]
+        return answer
+
+    async with routed([repeating], [repeating]) as stage:
+        assert (await stage.ask(headers={"X-Request-Id": "a" * length}))[0] == 200
+        assert stage.server._router._prefill.all[0].failures == stage.server._decodes.all[0].failures == 0
+
+
 @pytest.mark.parametrize("name", ["X-data-parallel-rank", "X-Vllm-Priority", "content-encoding"])
 async def test_headers_that_are_not_for_clients_to_set_reach_no_server(name: str) -> None:
     async with routed([prefilled], [decoded]) as stage:
