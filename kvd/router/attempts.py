@@ -36,6 +36,8 @@ class Attempts:
     """The decode server's engine has the request: if it aborts that, it lets go of the offer, too."""
     answered: bool = False
     """The answer to the client has begun."""
+    left: bool = False
+    """The client has left."""
 
     def leave(self) -> None:
         """Ends the meeting, if there is one."""

@@ -25,7 +25,7 @@ from kvd.router.events import Said
 from kvd.router.growing import Producers
 from kvd.router.legs import Meeting, told
 from kvd.router.metrics import Metrics
-from kvd.router.reply import Reply
+from kvd.router.reply import ClientGone, Reply
 from kvd.router.servers import Server, Servers, ask, rest, served, unknown
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 
@@ -71,6 +71,9 @@ class Router:
                         raise self._last(failure, attempts) from failure
                     await _pass_on(failure.answer, client)
                 return
+        except (asyncio.CancelledError, ClientGone):
+            attempts.left = True
+            raise
         finally:
             self._release(request, attempts)
             self._leave(request, attempts)
@@ -328,11 +331,11 @@ def _find_out_no_more(attempts: Attempts) -> None:
 
     Such are also those that the server refused, which says nothing of others.
 
-    Not so if it has waited for so long that its client may have left for that.
+    Not so if its client has left, and has waited for so long that it may have left for that.
     """
     now = time.monotonic()
     for server, (asked, until) in attempts.finds_out.items():
-        if now - asked < limits.REST_SECONDS:
+        if not attempts.left or now - asked < limits.REST_SECONDS:
             unknown(server, until)
 
 

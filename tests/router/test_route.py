@@ -424,6 +424,23 @@ async def test_a_server_that_makes_clients_leave_rests_for_longer(waits: float, 
         assert failed.failures == failures
 
 
+@pytest.mark.parametrize("bad", [refusing, failing, answering(429)])
+async def test_a_server_that_takes_long_for_an_answer_that_shows_nothing_rests_no_longer(bad, monkeypatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("kvd.router.route.time", SimpleNamespace(monotonic=lambda: now))
+
+    async def late(server: Scripted, request, body):
+        nonlocal now
+        now += 1.1 * limits.REST_SECONDS
+        return await bad(server, request, body)
+
+    async with routed([late], [decoded]) as stage:
+        (failed,) = stage.server._router._prefill.all
+        rest(failed, now - limits.REST_SECONDS)
+        assert (await stage.ask())[0] >= 400
+        assert (failed.failures, failed.rests_until) == (1, 0.0)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("status", [429, 500])
 async def test_a_failure_whose_text_does_not_end_is_tried_elsewhere(status: int, stream: bool, monkeypatch) -> None:
