@@ -23,6 +23,8 @@ _PREFILL: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 NULL: Final = msgspec.Raw(b"null")
 _NOTHING: Final = msgspec.Raw(b"")
 _ONE: Final = msgspec.Raw(b"1")
+_PROMPTS: Final = ("prompt", "prompt_embeds")
+"""vLLM computes what both have."""
 _LENGTHS: Final = ("max_tokens", "max_completion_tokens")
 _NOT_FOR_ONE_TOKEN: Final = {
     "min_tokens",
@@ -72,8 +74,8 @@ class Body:
         if not 1 <= self.choices <= MAX_CONSUMERS:
             text = f"n is {self.choices}; it must be from 1 to {MAX_CONSUMERS}"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
-        if self._has_several_prompts():
-            text = "prompt has 2 prompts or more, and a prefill has one: send one request for each"
+        if sum(map(self._prompts, _PROMPTS)) > 1:
+            text = "the body has 2 prompts or more, and a prefill has one: send one request for each"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
 
     @property
@@ -153,12 +155,14 @@ class Body:
         if text.count(b"[") + text.count(b"{") > limits.DEPTH and _depth(text) > limits.DEPTH:
             raise refusal(ErrorCode.BAD_MESSAGE, f"{name} is nested too deeply; {limits.DEPTH} levels are taken")
 
-    def _has_several_prompts(self) -> bool:
-        """A list of strings or of lists has several prompts, one of token ids is one."""
-        prompt = bytes(self.fields.get("prompt", b""))
-        if not prompt.startswith(b"[") or prompt[1:].lstrip()[:1] not in {b'"', b"["}:
-            return False
-        return memoryview(self._field("prompt", _Prompts).second).nbytes > 0
+    def _prompts(self, name: str) -> int:
+        """How many prompts the field has, 2 if more. A list of strings or lists has several, one of token ids one."""
+        text = bytes(self.fields.get(name, NULL))
+        if not text.startswith(b"["):
+            return int(text != bytes(NULL))
+        if (first := text[1:].lstrip()[:1]) not in {b'"', b"["}:
+            return int(first != b"]")
+        return 2 if memoryview(self._field(name, _Prompts).second).nbytes else 1
 
     def _field(self, name: str, kind: Any) -> Any:
         """The field `name` as `kind`, None if it is missing."""

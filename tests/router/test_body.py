@@ -79,6 +79,9 @@ def test_numbers_keep_their_digits() -> None:
         (b'{"prompt": ["a", "b"]}', "2 prompts"),
         (b'{"prompt": [[1, 2], [3]]}', "2 prompts"),
         (b'{"prompt": [ "a" , 7]}', "2 prompts"),
+        (b'{"prompt_embeds": ["a", "b"]}', "2 prompts"),
+        (b'{"prompt": "a", "prompt_embeds": "b"}', "2 prompts"),
+        (b'{"prompt": [1, 2], "prompt_embeds": ["b"]}', "2 prompts"),
         (b'{"kv_transfer_params": {}}', "kv_transfer_params is set by the router"),
         (b'{"prompt": [%b""]}' % (b'"",' * 1_000_000), "2 prompts or more"),
         (many_fields(257), "257 fields; at most 256"),
@@ -174,7 +177,17 @@ def is_taken(data: bytes) -> bool:
 
 
 @pytest.mark.parametrize(
-    "data", [b'{"prompt": [1, 2, 3]}', b'{"prompt": ["a"]}', b'{"prompt": [[1, 2]]}', b'{"n": null}']
+    "data",
+    [
+        b'{"prompt": [1, 2, 3]}',
+        b'{"prompt": ["a"]}',
+        b'{"prompt": [[1, 2]]}',
+        b'{"n": null}',
+        b'{"prompt_embeds": "a"}',
+        b'{"prompt_embeds": ["a"], "prompt": null}',
+        b'{"prompt_embeds": ["a"], "prompt": [ ]}',
+        b'{"prompt_embeds": [], "prompt": "a"}',
+    ],
 )
 def test_one_prompt_is_taken_in_every_form(data: bytes) -> None:
     assert Body(data).choices == 1
