@@ -25,6 +25,8 @@ _NOTHING: Final = msgspec.Raw(b"")
 _ONE: Final = msgspec.Raw(b"1")
 _PROMPTS: Final = ("prompt", "prompt_embeds")
 """vLLM computes what both have."""
+_TRUE: Final = {b"true", b"1", b"1.0", b"yes", b"on", b"t", b"y"}
+"""What vLLM takes for true, with quotation marks or without."""
 _LENGTHS: Final = ("max_tokens", "max_completion_tokens")
 _NOT_FOR_ONE_TOKEN: Final = {
     "min_tokens",
@@ -86,7 +88,7 @@ class Body:
     @property
     def streamed(self) -> bool:
         """Whether the client wants each token as it comes."""
-        return bytes(self.fields.get("stream", NULL)) == b"true"
+        return bytes(self.fields.get("stream", NULL)).strip(b'"').lower() in _TRUE
 
     def for_prefill(self, offer: str = "", turn: msgspec.Raw | None = None, *, with_token: bool = False) -> bytes:
         """The same for one token, whose KV blocks are to be offered to every completion's decode: by this name.

@@ -193,6 +193,12 @@ def test_one_prompt_is_taken_in_every_form(data: bytes) -> None:
     assert Body(data).choices == 1
 
 
+@pytest.mark.parametrize("value", [True, 1, 1.0, "true", "True", "1", "yes", "on", False, 0, "false", "no", None])
+def test_an_answer_is_streamed_whenever_vllm_streams_it(value) -> None:
+    streamed = value not in {False, "false", "no", None}
+    assert Body(json.dumps({"prompt": "a", "stream": value}).encode()).streamed == streamed
+
+
 def test_what_nobody_reads_of_a_prefill_is_not_asked_for() -> None:
     asked = {"echo": True, "logprobs": 5, "top_logprobs": 2, "prompt_logprobs": 20, "logprob_token_ids": [1]}
     body = Body(json.dumps({"prompt": "a"} | asked).encode())
