@@ -42,13 +42,16 @@ class Loads:
         self._failing |= self._loads.keys() & requests
 
     def end(self, request: str) -> Any:
-        """Nothing is written to its blocks any more. Returns the request if they were freed, as its load has failed."""
+        """Nothing is written to its blocks any more, which are freed if its load has failed.
+
+        Returns the request if its load is complete, and it is not over.
+        """
         if request not in self._failing:
-            return None
+            return self._loads.get(request)
         self._failing.remove(request)
         self._failed.add(request)
         self._manager.free(self._loads[request])  # vLLM does so again when it comes to it
-        return self._loads[request]
+        return None
 
     def forget(self, request: str) -> None:
         """VLLM has given it blocks to compute it, or it is over."""
@@ -68,14 +71,15 @@ class Loads:
     def must_wait(self, request: Any) -> bool:
         """Whether vLLM may lack blocks to compute it, and others that have theirs come behind it."""
         others = len(self._loads) > len(self._failed)
-        return others and shortage(self._manager, request.num_tokens, [tokens for _, tokens in self._groups]) > 0
+        return others and shortage(self._manager, request, [tokens for _, tokens in self._groups]) > 0
 
 
-def shortage(manager: Any, tokens: int, block_tokens: Sequence[int]) -> int:
-    """How many blocks vLLM may lack for a request of `tokens` tokens, not above 0 if it has enough; it keeps some free.
+def shortage(manager: Any, request: Any, block_tokens: Sequence[int]) -> int:
+    """How many blocks vLLM may lack for all tokens of `request`, not above 0 if it has enough; it keeps some free.
 
     `block_tokens`, of each group. What the prefix cache has of it is not known here.
     """
     pool = manager.block_pool
-    needed = sum(-(-tokens // in_block) for in_block in block_tokens)
+    needed = sum(-(-request.num_tokens // in_block) for in_block in block_tokens)
+    needed -= sum(len(table) for table in manager.get_blocks(request.request_id).blocks)
     return int(needed + _KEPT_FREE * pool.num_gpu_blocks - pool.get_num_free_blocks())

@@ -92,7 +92,6 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request."""
-        self.turns.kept.arrived(request)
         params = request.kv_transfer_params
         if transfer_params.is_consumer(params):
             self._offered(request, self._read(params, request))
@@ -126,7 +125,15 @@ class SchedulerSide:
     def external(self, request: Any, computed: int) -> int | None:
         """How many tokens a pull will bring after the `computed` ones; 0 to compute them all, None to ask again."""
         if self._loads.has_failed(request.request_id):
+            self.turns.kept.asked(request)
             return None if self._loads.must_wait(request) else 0
+        tokens = self._external(request, computed)
+        if tokens is not None:
+            self.turns.kept.asked(request)
+        return tokens
+
+    def _external(self, request: Any, computed: int) -> int | None:
+        """As `external`, of a request whose load has not failed."""
         offered = self._params.get(request.request_id)
         if offered is None or self._tickets.is_over(offered):
             return 0
@@ -267,8 +274,8 @@ class SchedulerSide:
         for request in requests:
             self._loading.pop(request, None)
             self._tickets.end(request)
-            if (failed_request := self._loads.end(request)) is not None:
-                self.turns.kept.arrived(failed_request)  # it needs blocks again
+            if (loaded := self._loads.end(request)) is not None:
+                self.turns.kept.loaded(loaded)
             self.turns.received(request, failed=request in gone)
 
     def set_endpoints(self, endpoints: dict[int, RankEndpoint]) -> None:

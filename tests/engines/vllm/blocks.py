@@ -44,7 +44,7 @@ class Manager:
         self.end(request.request_id)
 
     def get_blocks(self, request: str) -> Any:
-        return SimpleNamespace(blocks=self.tables[request])
+        return SimpleNamespace(blocks=self.tables.get(request, []))
 
     def get_num_free_blocks(self) -> int:
         return sum(block.ref_cnt == 0 for block in self.blocks[1:])

@@ -14,7 +14,7 @@ from kvd.layout import Full, Sliding
 from kvd.protocol.ticket import decode
 from tests.engines.vllm.blocks import Manager
 from tests.engines.vllm.test_vllm_growing_scheduler import step
-from tests.engines.vllm.test_vllm_scheduler import PREFILL, Request, Status, endpoint, table
+from tests.engines.vllm.test_vllm_scheduler import PREFILL, Request, Status, endpoint, prefilled, table
 
 BLOCK = 32
 CONSUMER = {"do_remote_prefill": True}
@@ -49,6 +49,14 @@ def resumed(engine: SchedulerSide, params: dict[str, Any], tokens: list[int], co
     external = engine.external(request, computed)
     assert external is not None
     return request, external
+
+
+def passed_over(engine: SchedulerSide, blocks: int) -> Request:
+    """A request that vLLM has come to, and that lacks the blocks for it."""
+    request = Request(list(range(BLOCK * blocks)), None, request_id="new")
+    engine.arrived(request)
+    assert engine.external(request, 0) == 0
+    return request
 
 
 SEQUENCE = list(range(300))
@@ -248,9 +256,10 @@ def test_a_request_that_waits_for_blocks_gets_those_of_the_oldest_turns() -> Non
     keep(engine, manager, "a", *range(1, 9))
     keep(engine, manager, "b", *range(9, 17))
     manager.take("others", list(range(17, 60)))
-    engine.arrived(Request(list(range(BLOCK * 8)), None, request_id="new"))
+    passed_over(engine, 8)
     (withdrawn,) = engine.take_metadata().withdrawals
     assert "ra#" in withdrawn
+    passed_over(engine, 8)
     assert engine.take_metadata().withdrawals == []  # they are on their way
     assert engine.unsent
     engine.turns.kept.ended([(withdrawn, "withdrawn")])
@@ -258,6 +267,60 @@ def test_a_request_that_waits_for_blocks_gets_those_of_the_oldest_turns() -> Non
     assert set(manager.freed) >= set(range(1, 9))
     engine.allocated(Request(list(range(BLOCK * 8)), None, request_id="new"), [table(1)], 0)
     manager.take("new", list(range(1, 9)))
+    assert engine.take_metadata().withdrawals == []
+
+
+def test_a_request_that_was_preempted_gets_the_blocks_of_turns_that_were_kept_since() -> None:
+    manager = Manager(64)
+    engine = side(manager)
+    preempted = passed_over(engine, 55)
+    engine.allocated(preempted, [table(*range(1, 56))], 0)
+    keep(engine, manager, "a", *range(1, 16))
+    assert engine.take_metadata().withdrawals == []
+    assert engine.external(preempted, 0) == 0
+    assert len(engine.take_metadata().withdrawals) == 1
+
+
+def test_a_request_that_is_loaded_gets_blocks_of_turns_for_what_its_load_left_before_any_other() -> None:
+    """VLLM comes to nothing behind it while it lacks blocks."""
+    manager, other = Manager(64), Manager()
+    engine, decode_engine = side(manager), side(other)
+    decode_turn(decode_engine, other, SEQUENCE, *NINE)
+    params = asked(decode_engine, "t")
+    assert params is not None
+    request, external = resumed(engine, params, [*SEQUENCE, *range(BLOCK * 50 - 300)])
+    manager.take("next", list(range(1, 11)))
+    engine.allocated(request, manager.get_blocks("next").blocks, external)
+    keep(engine, manager, "a", *range(11, 26))
+    passed_over(engine, 1)
+    assert engine.take_metadata().withdrawals == []
+    engine.received(["next"])
+    passed_over(engine, 1)
+    assert len(engine.take_metadata().withdrawals) == 1
+    engine.allocated(request, manager.get_blocks("next").blocks, 0)
+    keep(engine, manager, "b", *range(26, 41))
+    assert engine.take_metadata().withdrawals == []
+
+
+@pytest.mark.parametrize("end", ["it has all of its blocks", "it was aborted", "it waits for another's pull"])
+def test_turns_are_not_given_up_for_a_request_that_lacks_no_blocks(end: str) -> None:
+    manager = Manager(64)
+    engine = side(manager)
+    keep(engine, manager, "a", *range(1, 16))
+    if end == "it waits for another's pull":
+        params = prefilled(side(), BLOCK * 60, list(range(1, 61)))
+        first, second = (Request(list(range(BLOCK * 60)), params, request_id=name) for name in ("first", "second"))
+        engine.arrived(first)
+        engine.arrived(second)
+        engine.allocated(first, [table(*range(1, 61))], engine.external(first, 0) or 0)
+        assert engine.external(second, 0) is None
+    else:
+        request = passed_over(engine, 55)
+        if end == "it was aborted":
+            request.status = Status.FINISHED_ABORTED
+            engine.finished(request, [[]])
+        else:
+            engine.allocated(request, [table(*range(1, 56))], 0)
     assert engine.take_metadata().withdrawals == []
 
 
@@ -288,7 +351,7 @@ def test_no_more_is_given_up_than_a_request_lacks_where_turns_share_blocks() -> 
     assert "rc#" in withdrawn  # the others would free nothing
     assert engine.turns.kept.frees()
     manager.take("others", list(range(17, 30)), list(range(36, 62)))
-    engine.arrived(Request(list(range(BLOCK * 8)), None, request_id="new"))
+    passed_over(engine, 8)
     second = engine.take_metadata().withdrawals
     assert [offer.partition("#")[0] for offer in second] == ["rb"]
     assert engine.take_metadata().withdrawals == []
@@ -303,7 +366,7 @@ def test_a_conversation_that_is_given_up_goes_whole_before_a_later_one() -> None
         keep(engine, manager, name, *range(1, 9 + 4 * number))
     keep(engine, manager, "other", *range(30, 36))
     manager.take("others", list(range(17, 30)), list(range(36, 62)))
-    engine.arrived(Request(list(range(BLOCK * 14)), None, request_id="new"))
+    passed_over(engine, 14)
     assert [offer.partition("#")[0] for offer in engine.take_metadata().withdrawals] == ["rc", "rb", "ra"]
 
 
@@ -314,7 +377,7 @@ def test_a_conversation_goes_whole_in_whatever_order_its_turns_were_kept() -> No
         keep(engine, manager, name, *range(1, blocks + 1))
     keep(engine, manager, "other", *range(30, 36))
     manager.take("others", list(range(17, 30)), list(range(36, 62)))
-    engine.arrived(Request(list(range(BLOCK * 14)), None, request_id="new"))
+    passed_over(engine, 14)
     assert [offer.partition("#")[0] for offer in engine.take_metadata().withdrawals] == ["rc", "rb", "ra"]
 
 
@@ -330,7 +393,7 @@ def test_turns_are_looked_at_once_and_once_more_if_they_go_however_many_cannot(m
     adds = kept_turns.KeptTurns._adds
     monkeypatch.setattr(kept_turns.KeptTurns, "_adds", lambda kept, turn: looks.append(turn) or adds(kept, turn))
     manager.take("others", list(range(200, 512)))
-    engine.arrived(Request(list(range(BLOCK * 200)), None, request_id="new"))
+    passed_over(engine, 200)
     assert len(engine.take_metadata().withdrawals) == 60
     assert len(looks) == 60 + 2 * 60
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from kvd.engines.vllm.loads import shortage
@@ -60,8 +61,10 @@ class KeptTurns:
         """How many that are given up have a block, until daemons have let go of them."""
         self._leaving: dict[int, Any] = {}
         """The blocks that these have."""
-        self._waiting: dict[str, Any] = {}
-        """Requests without blocks, in order of arrival."""
+        self._loaded: dict[str, Any] = {}
+        """Requests whose blocks have come, and that have not been scheduled since: they may need more."""
+        self._asked: dict[str, Any] = {}
+        """Requests without blocks that vLLM has come to in this step, and has given none yet."""
         self._withdrawals: list[str] = []
         self._ends: list[str] = []
 
@@ -128,23 +131,29 @@ class KeptTurns:
 
     # --- when vLLM is short of blocks -------------------------------------------------------------------------------
 
-    def arrived(self, request: Any) -> None:
-        """A request waits for blocks."""
-        self._waiting[request.request_id] = request
+    def asked(self, request: Any) -> None:
+        """VLLM is about to give a request its blocks, if it has enough: a new one, or one that has lost its own."""
+        self._asked[request.request_id] = request
+
+    def loaded(self, request: Any) -> None:
+        """A request's load is complete. VLLM gives it the blocks for all that is not loaded without asking."""
+        self._loaded[request.request_id] = request
 
     def admitted(self, request: str) -> None:
         """It has its blocks, or has ended."""
-        self._waiting.pop(request, None)
+        self._asked.pop(request, None)
+        self._loaded.pop(request, None)
 
     def relieve(self, block_tokens: Sequence[int]) -> None:
         """A step was planned: whoever still waits was passed over. Gives up what the first one lacks.
 
+        Those that are loaded come first, as they do at vLLM, which comes to nothing behind one that lacks blocks.
         `block_tokens`, of each group. It may be more than that lacks (`shortage`).
         """
-        if not self._kept or not self._waiting:
-            return
-        request = next(iter(self._waiting.values()))
-        self._free(shortage(self._manager, request.num_tokens, block_tokens) - self._coming())
+        request = next(chain(self._loaded.values(), self._asked.values()), None)
+        self._asked.clear()
+        if self._kept and request is not None:
+            self._free(shortage(self._manager, request, block_tokens) - self._coming())
 
     def frees(self) -> bool:
         """A running request lacks a block: whether some will be free soon. Gives turns up if none are on their way."""
