@@ -74,6 +74,14 @@ class Loads:
         return others and shortage(self._manager, request, [tokens for _, tokens in self._groups]) > 0
 
 
+def has_failed_load(request: Any) -> bool:
+    """Whether vLLM ends a request, which waits for its load, because that has failed (policy "fail").
+
+    It does so before it tells the connector of the failure.
+    """
+    return bool(request.status.name == "FINISHED_ERROR")
+
+
 def shortage(manager: Any, request: Any, block_tokens: Sequence[int]) -> int:
     """How many blocks vLLM may lack for all tokens of `request`, not above 0 if it has enough; it keeps some free.
 

@@ -23,7 +23,7 @@ from kvd.client.events import spans
 from kvd.engines.vllm import transfer_params
 from kvd.engines.vllm.growing import params as growing_params
 from kvd.engines.vllm.growing.scheduler import GrowingOffers
-from kvd.engines.vllm.loads import Loads
+from kvd.engines.vllm.loads import Loads, has_failed_load
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.engines.vllm.prompts import Prompts, leave_out
 from kvd.engines.vllm.tickets import Tickets
@@ -190,7 +190,10 @@ class SchedulerSide:
         pull = self._loading.get(request.request_id)
         if pull is not None:
             self._metadata.cancels.append(pull)
-            self._tickets.end(request.request_id)
+            if has_failed_load(request):
+                self._tickets.fail(request.request_id)
+            else:
+                self._tickets.end(request.request_id)
             self._growing.withdraw(request.request_id)  # a prefill that waited for an earlier turn
             return None
         order = self._order(request, block_ids)

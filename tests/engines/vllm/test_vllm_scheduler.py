@@ -21,6 +21,7 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 class Status(enum.Enum):
     FINISHED_LENGTH_CAPPED = 1
     FINISHED_ABORTED = 2
+    FINISHED_ERROR = 3
 
 
 @dataclass
@@ -410,6 +411,18 @@ def test_where_the_load_of_the_request_that_pulls_fails_the_next_one_pulls() -> 
     scheduler.allocated(second, [table(8, 9, 10)], 8)
     scheduler.received(["second"])
     assert scheduler.external(samples.arrives("third"), 0) == 0
+
+
+def test_where_vllm_ends_the_request_whose_load_fails_the_next_one_pulls_too() -> None:
+    """With the policy "fail" it does so before it tells the connector that the load has failed."""
+    samples = Samples()
+    scheduler, second = samples.scheduler, samples.second
+    scheduler.take_metadata()
+    samples.first.status = Status.FINISHED_ERROR
+    scheduler.finished(samples.first, [[5, 6, 7]])
+    scheduler.received(["first"], ["first"])
+    assert scheduler.external(second, 0) == 8
+    assert [hold.request for hold in scheduler.take_metadata().holds] == ["second"]
 
 
 @pytest.mark.parametrize("end", ["aborted in its pull", "aborted as it queues", "all in the cache"])

@@ -316,6 +316,11 @@ class Engine:
             chunk.request.computed += chunk.tokens
         outputs = [SimpleNamespace(kv_connector_output=_step(worker, metadata)) for worker in self.workers]
         joined = self._aggregator.aggregate(outputs).kv_connector_output
+        if self._policy == "fail":
+            for name in joined.failed_recving & self._decoding.keys():
+                request, tables = self._decoding.pop(name)
+                request.status = RequestStatus.FINISHED_ERROR
+                self.scheduler.request_finished_all_groups(request, tables)
         self.scheduler.update_connector_output(joined)
         sent, received = joined.finished_sending or set(), joined.finished_recving or set()
         again = sent & self.sent | received & self.received
@@ -323,9 +328,6 @@ class Engine:
         self.sent |= sent
         self.received |= received
         self.failed |= joined.failed_recving
-        if self._policy == "fail":
-            for name in joined.failed_recving & self._decoding.keys():
-                self.scheduler.request_finished_all_groups(*self._decoding.pop(name))
 
     def run_until(self, ended: Callable[[], bool]) -> None:
         """Steps until `ended()`, or fails the test."""
