@@ -6,21 +6,17 @@ to nothing behind one that lacks blocks: with a cache full of loads the engine w
 blocks are freed as the load ends; such a request lets those pass whose loads are complete; and none begins meanwhile.
 """
 
-from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
-
-from kvd.layout import Window
 
 _KEPT_FREE = 1 / 32
 """The share of its blocks that vLLM may keep free of requests that begin."""
 
 
 class Loads:
-    """By request. `groups` are the window and tokens per block of each KV cache group."""
+    """By request."""
 
-    def __init__(self, groups: Sequence[tuple[Window, int]]) -> None:
-        self._groups = groups
+    def __init__(self) -> None:
         self._loads: dict[str, Any] = {}
         """vLLM's requests."""
         self._failing: set[str] = set()
@@ -71,7 +67,7 @@ class Loads:
     def must_wait(self, request: Any) -> bool:
         """Whether vLLM may lack blocks to compute it, and others that have theirs come behind it."""
         others = len(self._loads) > len(self._failed)
-        return others and shortage(self._manager, request, [tokens for _, tokens in self._groups]) > 0
+        return others and shortage(self._manager, request) > 0
 
 
 def has_failed_load(request: Any) -> bool:
@@ -82,12 +78,20 @@ def has_failed_load(request: Any) -> bool:
     return bool(request.status.name == "FINISHED_ERROR")
 
 
-def shortage(manager: Any, request: Any, block_tokens: Sequence[int]) -> int:
+def shortage(manager: Any, request: Any) -> int:
     """How many blocks vLLM may lack for all tokens of `request`, not above 0 if it has enough; it keeps some free.
 
-    `block_tokens`, of each group. What the prefix cache has of it is not known here.
+    What the prefix cache has of a request that has no blocks is not known here.
     """
+    needed = manager.coordinator.get_num_blocks_to_allocate(
+        request_id=request.request_id,
+        num_tokens=request.num_tokens,
+        new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
+        num_encoder_tokens=0,
+        total_computed_tokens=request.num_computed_tokens,
+        num_local_computed_tokens=request.num_computed_tokens,
+        num_tokens_main_model=request.num_tokens,
+        apply_admission_cap=True,  # it gives back what windows have passed before it takes more
+    )
     pool = manager.block_pool
-    needed = sum(-(-request.num_tokens // in_block) for in_block in block_tokens)
-    needed -= sum(len(table) for table in manager.get_blocks(request.request_id).blocks)
     return int(needed + _KEPT_FREE * pool.num_gpu_blocks - pool.get_num_free_blocks())

@@ -71,7 +71,7 @@ class SchedulerSide:
         self._holds: dict[str, str] = {}
         """The hold of a request that waits for blocks."""
         self._computed: dict[str, int] = {}
-        self._loads = Loads(self._groups)
+        self._loads = Loads()
         self._loading: dict[str, str] = {}
         """The pull that a request waits for."""
         self._tickets = Tickets()
@@ -135,7 +135,7 @@ class SchedulerSide:
     def _external(self, request: Any, computed: int) -> int | None:
         """As `external`, of a request whose load has not failed."""
         offered = self._params.get(request.request_id)
-        if offered is None or self._tickets.is_over(offered):
+        if offered is None or self._tickets.is_over(offered, held=request.request_id in self._holds):
             return 0
         if self._tickets.is_pulled(offered):
             return None
@@ -193,7 +193,7 @@ class SchedulerSide:
             if has_failed_load(request):
                 self._tickets.fail(request.request_id)
             else:
-                self._tickets.end(request.request_id)
+                self._tickets.cancel(request.request_id)
             self._growing.withdraw(request.request_id)  # a prefill that waited for an earlier turn
             return None
         order = self._order(request, block_ids)
@@ -254,11 +254,11 @@ class SchedulerSide:
     def take_metadata(self) -> StepMetadata:
         """What the workers are to do in the next step."""
         self._fresh.clear()
-        self.turns.kept.relieve([block_tokens for _, block_tokens in self._groups])
+        self.turns.kept.relieve()
         self._metadata.withdrawals = self.turns.kept.take_withdrawals()
         for request, offered in list(self._queued.items()):
             if not self._tickets.is_pulled(offered):
-                if not self._tickets.is_over(offered):
+                if not self._tickets.is_over(offered, held=False):
                     self._holds[request] = hold = self._name(request)
                     self._metadata.holds.append(HoldOrder(request, hold, offered.ticket))
                 del self._queued[request]
@@ -329,7 +329,7 @@ class SchedulerSide:
         of its own and ends it at once, only for this.
         """
         hold = self._holds.pop(request.request_id, "")
-        if offered.ticket and (hold or not self._tickets.is_over(offered)):
+        if offered.ticket and (hold or not self._tickets.is_over(offered, held=False)):
             self._tickets.let_go(offered)
             name = self._name(request.request_id)
             self._metadata.pulls.append(

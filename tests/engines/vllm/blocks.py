@@ -22,11 +22,14 @@ class Manager:
 
     num_gpu_blocks: int = 64
     tables: dict[str, list[list[Block]]] = field(default_factory=dict)
+    block_tokens: tuple[int, ...] = (32,)
+    """Of each group."""
 
     def __post_init__(self) -> None:
         self.blocks = [Block(number) for number in range(self.num_gpu_blocks)]
         self.freed: list[int] = []
-        self.block_pool = self
+        self.block_pool = self.coordinator = self
+        self.empty_kv_cache_blocks = SimpleNamespace(blocks=((),))
 
     def take(self, request: str, *ids: list[int]) -> tuple[list[int], ...]:
         """Gives a request blocks, a list for each group."""
@@ -45,6 +48,11 @@ class Manager:
 
     def get_blocks(self, request: str) -> Any:
         return SimpleNamespace(blocks=self.tables.get(request, []))
+
+    def get_num_blocks_to_allocate(self, *, request_id: str, num_tokens: int, **_: Any) -> int:
+        tables = self.tables.get(request_id, [[] for _ in self.block_tokens])
+        each = zip(self.block_tokens, tables, strict=True)
+        return sum(max(0, -(-num_tokens // tokens) - len(table)) for tokens, table in each)
 
     def get_num_free_blocks(self) -> int:
         return sum(block.ref_cnt == 0 for block in self.blocks[1:])

@@ -449,6 +449,24 @@ def test_a_ticket_that_was_not_wanted_is_not_pulled_again(end: str) -> None:
     assert (metadata.pulls, metadata.holds) == ([], [])
 
 
+@pytest.mark.parametrize("end", ["read", "aborted in its pull", "aborted as it queues"])
+def test_a_request_that_holds_an_offer_pulls_what_another_one_has_not_read(end: str) -> None:
+    """The offer is not over before it lets go, too. What was read it finds in the prefix cache."""
+    scheduler, params = side(), prefilled(side(), 9, [3, 1, 2])
+    one, two = (Request(list(range(9)), params, request_id=name) for name in ("one", "two"))
+    scheduler.arrived(one)
+    scheduler.arrived(two)
+    assert len(scheduler.take_metadata().holds) == 2
+    if end != "aborted as it queues":
+        scheduler.allocated(one, [table(5, 6, 7)], scheduler.external(one, 0) or 0)
+        scheduler.take_metadata()
+    if end == "read":
+        scheduler.received(["one"])
+    else:
+        scheduler.finished(one, [[5, 6, 7]])
+    assert scheduler.external(two, 0) == (0 if end == "read" else 8)
+
+
 def test_a_request_that_waits_for_anothers_pull_and_gets_nothing_is_held_again() -> None:
     samples = Samples()
     assert samples.scheduler.take_metadata().holds == []
@@ -627,7 +645,7 @@ def test_the_blocks_of_a_failed_load_whose_request_has_ended_are_left_to_vllm() 
 
 
 def test_a_failed_load_that_lacks_blocks_to_be_computed_lets_those_pass_that_are_loaded() -> None:
-    engine, manager = side(), Manager(num_gpu_blocks=9)
+    engine, manager = side(), Manager(num_gpu_blocks=9, block_tokens=(4,))
     engine.bind(manager)
     failed = loading(engine, manager, "a", 13, [1, 2, 3, 4])
     loaded = loading(engine, manager, "b", 14, [5, 6, 7, 8])

@@ -144,16 +144,16 @@ class KeptTurns:
         self._asked.pop(request, None)
         self._loaded.pop(request, None)
 
-    def relieve(self, block_tokens: Sequence[int]) -> None:
+    def relieve(self) -> None:
         """A step was planned: whoever still waits was passed over. Gives up what the first one lacks.
 
         Those that are loaded come first, as they do at vLLM, which comes to nothing behind one that lacks blocks.
-        `block_tokens`, of each group. It may be more than that lacks (`shortage`).
+        It may be more than that lacks (`shortage`).
         """
         request = next(chain(self._loaded.values(), self._asked.values()), None)
         self._asked.clear()
         if self._kept and request is not None:
-            self._free(shortage(self._manager, request, block_tokens) - self._coming())
+            self._free(shortage(self._manager, request) - self._coming())
 
     def frees(self) -> bool:
         """A running request lacks a block: whether some will be free soon. Gives turns up if none are on their way."""
