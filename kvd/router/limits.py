@@ -33,7 +33,7 @@ BODY_BYTES: Final = 32 * MIB
 
 LARGE_BYTES: Final = MIB
 """A body that takes more is read beside the loop: 1 MiB takes milliseconds, or 0.1 s if it is all brackets; 32 MiB a
-few tenths of a second."""
+few tenths of a second, and 0.9 s if it is a chat of lists that are nested 900 deep."""
 
 FIELDS: Final = 256
 """Fields of one body; vLLM knows about a hundred."""
