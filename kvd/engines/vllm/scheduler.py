@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvd.client import Blocks
@@ -135,7 +136,7 @@ class SchedulerSide:
     def _external(self, request: Any, computed: int) -> int | None:
         """As `external`, of a request whose load has not failed."""
         offered = self._params.get(request.request_id)
-        if offered is None or self._tickets.is_over(offered, held=request.request_id in self._holds):
+        if offered is None or self._tickets.is_here(offered) or (offered.turn and self._tickets.is_lost(offered)):
             return 0
         if self._tickets.is_pulled(offered):
             return None
@@ -162,9 +163,11 @@ class SchedulerSide:
         if offered.turn:
             self.turns.allocated(request.request_id, offered, external)
         if external == 0:
-            self._let_go(request, offered)
+            self._let_go(request, offered, here=True)
             return
         name = request.request_id
+        if self._tickets.is_lost(offered) and name not in self._holds:
+            offered = replace(offered, ticket="", refused="a request with its ticket was aborted, so its offer is over")
         pull = self._loading[name] = self._name(name)
         self._loads.begin(request)
         missing = tuple(self._prompts.missing(blocks, tokens))
@@ -186,7 +189,7 @@ class SchedulerSide:
         self._queued.pop(request.request_id, None)
         offered = self._params.pop(request.request_id, None)
         if offered is not None:
-            self._let_go(request, offered)
+            self._let_go(request, offered, here=False)
         pull = self._loading.get(request.request_id)
         if pull is not None:
             self._metadata.cancels.append(pull)
@@ -258,7 +261,7 @@ class SchedulerSide:
         self._metadata.withdrawals = self.turns.kept.take_withdrawals()
         for request, offered in list(self._queued.items()):
             if not self._tickets.is_pulled(offered):
-                if not self._tickets.is_over(offered, held=False):
+                if not self._tickets.is_over(offered):
                     self._holds[request] = hold = self._name(request)
                     self._metadata.holds.append(HoldOrder(request, hold, offered.ticket))
                 del self._queued[request]
@@ -322,15 +325,15 @@ class SchedulerSide:
             text = f"the recurrent state is that after {computed} tokens, it was to be that after {tokens}"
             raise refusal(ErrorCode.BAD_BLOCKS, text)
 
-    def _let_go(self, request: Any, offered: TransferParams) -> None:
+    def _let_go(self, request: Any, offered: TransferParams, *, here: bool) -> None:
         """Tells the producer that its blocks are not needed, unless the offer is over.
 
         The prompt need not be the ticket's: where vLLM's API server has rejected a request, it sends one with a prompt
         of its own and ends it at once, only for this.
         """
         hold = self._holds.pop(request.request_id, "")
-        if offered.ticket and (hold or not self._tickets.is_over(offered, held=False)):
-            self._tickets.let_go(offered)
+        if offered.ticket and (hold or not self._tickets.is_over(offered)):
+            self._tickets.let_go(offered, here=here)
             name = self._name(request.request_id)
             self._metadata.pulls.append(
                 PullOrder(request.request_id, name, offered.ticket, (), waits=False, consumer=hold, grows=offered.grows)
