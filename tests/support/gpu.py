@@ -8,6 +8,7 @@ import importlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -62,7 +63,7 @@ def over_standin(
 ) -> Callable[..., Callable[..., None]]:
     """Runs the body of a test in a child that has the stand-in driver, set to `settings`, and `env`.
 
-    The driver lacks the functions `without`.
+    The driver lacks the functions `without`. The child has a temporary folder of its own, which ends with it.
     """
 
     def decorate(body: Callable[[], None]) -> Callable[..., None]:
@@ -71,14 +72,15 @@ def over_standin(
                 pytest.skip("changes the stand-in")
             standin.set(**settings)
             stood_in = environment(standin, LD_LIBRARY_PATH=str(build(without=without)))
-            ran = subprocess.run(
-                [sys.executable, "-m", "tests.support.gpu", body.__module__, body.__name__],
-                env={**(os.environ if ON_GPU else stood_in), **(env or {})},
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-                check=False,
-            )
+            with tempfile.TemporaryDirectory(prefix="kvd-") as folder:
+                ran = subprocess.run(
+                    [sys.executable, "-m", "tests.support.gpu", body.__module__, body.__name__],
+                    env={**(os.environ if ON_GPU else stood_in), **(env or {}), "TMPDIR": folder},
+                    capture_output=True,
+                    text=True,
+                    timeout=SECONDS,
+                    check=False,
+                )
             assert ran.returncode == 0, ran.stdout + ran.stderr
 
         test.body = body

@@ -62,7 +62,7 @@ class Server(Service):
     def command(self) -> Sequence[str]:
         """As users start it, but for the CPU, on one thread: servers share as few as two cores."""
         engine = self.engine
-        variables = OFFLINE | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        variables = OFFLINE | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": self.temporary()}
         cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
         if self.ranks > 1:  # else SGLang wants a NUMA node for each
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(next(cores)) for _ in range(self.ranks))

@@ -72,11 +72,9 @@ class Server(Service):
         """As users start it, but that one thread computes: two servers share as few as two cores.
 
         And torch compiles nothing: of these models that is one comparison, for which the first request would wait ten
-        seconds. What the server leaves when it is killed is in its folder.
+        seconds.
         """
         engine = self.engine
-        temporary = self.folder / "tmp"  # for sockets, whose paths must be short
-        temporary.mkdir(exist_ok=True)
         variables = OFFLINE | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
@@ -84,7 +82,7 @@ class Server(Service):
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._side_channel),
             "VLLM_NO_USAGE_STATS": "1",
             "TORCH_COMPILE_DISABLE": "1",
-            "TMPDIR": str(temporary),
+            "TMPDIR": self.temporary(),
             "TESTBED_SHARED_MEMORY": SHARED_MEMORY,
         }
         command = [self.interpreter, "-m", "tests.vllm.testbed.serve", "--model", str(engine.models / engine.model)]

@@ -43,6 +43,12 @@ class Service(ABC):
         """What the process of the latest start writes to standard output and standard error."""
         return self.folder / f"{self.name}-{self._starts}.log"
 
+    def temporary(self) -> str:
+        """A folder for what the process leaves in its temporary folder when it is killed; sockets want a short path."""
+        folder = self.folder / "tmp"
+        folder.mkdir(exist_ok=True)
+        return str(folder)
+
     @abstractmethod
     def command(self) -> Sequence[str]:
         """What is run."""
