@@ -23,7 +23,7 @@ _PREFILL: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 NULL: Final = msgspec.Raw(b"null")
 _NOTHING: Final = msgspec.Raw(b"")
 _ONE: Final = msgspec.Raw(b"1")
-_PROMPTS: Final = ("prompt", "prompt_embeds")
+_PROMPT_FIELDS: Final = ("prompt", "prompt_embeds")
 """vLLM computes what both have."""
 _TRUE: Final = {b"true", b"1", b"1.0", b"yes", b"on", b"t", b"y"}
 """What vLLM takes for true, with quotation marks or without."""
@@ -76,19 +76,19 @@ class Body:
         if not 1 <= self.choices <= MAX_CONSUMERS:
             text = f"n is {self.choices}; it must be from 1 to {MAX_CONSUMERS}"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
-        if sum(map(self._prompts, _PROMPTS)) > 1:
+        if sum(map(self._count_prompts, _PROMPT_FIELDS)) > 1:
             text = "the body has 2 prompts or more, and a prefill has one: send one request for each"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
 
     @property
     def for_one_server(self) -> bool:
         """Whether a decode server must compute all of it: vLLM's beam search takes and gives no transfer parameters."""
-        return bytes(self.fields.get("use_beam_search", NULL)) not in {b"null", b"false"}
+        return self._is_true("use_beam_search")
 
     @property
     def streamed(self) -> bool:
         """Whether the client wants each token as it comes."""
-        return bytes(self.fields.get("stream", NULL)).strip(b'"').lower() in _TRUE
+        return self._is_true("stream")
 
     def for_prefill(self, offer: str = "", turn: msgspec.Raw | None = None, *, with_token: bool = False) -> bytes:
         """The same for one token, whose KV blocks are to be offered to every completion's decode: by this name.
@@ -151,20 +151,23 @@ class Body:
         fields |= {name: _ONE for name in _LENGTHS if name == _LENGTHS[0] or name in fields}
         return msgspec.json.encode(fields | more)
 
+    def _is_true(self, name: str) -> bool:
+        return bytes(self.fields.get(name, NULL)).strip(b'"').lower() in _TRUE
+
     def _check_depth(self, name: str) -> None:
         """Refuses a field that is nested so deeply that a server's engine may die of it."""
         text = bytes(self.fields[name])
         if text.count(b"[") + text.count(b"{") > limits.DEPTH and _depth(text) > limits.DEPTH:
             raise refusal(ErrorCode.BAD_MESSAGE, f"{name} is nested too deeply; {limits.DEPTH} levels are taken")
 
-    def _prompts(self, name: str) -> int:
+    def _count_prompts(self, name: str) -> int:
         """How many prompts the field has, 2 if more. A list of strings or lists has several, one of token ids one."""
         text = bytes(self.fields.get(name, NULL))
         if not text.startswith(b"["):
             return int(text != bytes(NULL))
         if (first := text[1:].lstrip()[:1]) not in {b'"', b"["}:
             return int(first != b"]")
-        return 2 if memoryview(self._field(name, _Prompts).second).nbytes else 1
+        return 2 if memoryview(self._field(name, _FirstTwo).second).nbytes else 1
 
     def _field(self, name: str, kind: Any) -> Any:
         """The field `name` as `kind`, None if it is missing."""
@@ -193,7 +196,7 @@ class _Long(msgspec.Struct):
     documents: msgspec.Raw = _NOTHING
 
 
-class _Prompts(msgspec.Struct, array_like=True):
+class _FirstTwo(msgspec.Struct, array_like=True):
     """The first two of a list; others are not made."""
 
     first: msgspec.Raw

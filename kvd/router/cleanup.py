@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Sequence
 from functools import partial
 from http import HTTPStatus
 
@@ -51,9 +51,9 @@ class Cleanup:
     def release(
         self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None
     ) -> None:
-        """Releases the offer of this prefill through a decode server that was not `tried`; if it fails, another one.
+        """Releases the offer of this prefill through a decode server; if that fails, through another one.
 
-        Through the one that refused the request itself only if there is no other.
+        Through the one that refused the request itself, and those that were `tried` and failed, only if no other does.
         """
         if not self._has_room(request):
             self._metrics.releases.labels("failed").inc()
@@ -92,22 +92,26 @@ class Cleanup:
     async def _released(
         self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None
     ) -> None:
-        avoided = {*tried} if refused_by is None else {*tried, refused_by}
-        outcome = "failed"
+        asked = []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limits.RELEASE_SECONDS):
-                for _ in range(limits.ATTEMPTS):
-                    server = self._decode.choose(time.monotonic(), tried=avoided) or refused_by
-                    if server is None:
-                        break
+                for server in self._to_ask(tried, refused_by):
+                    asked.append(server.url)
                     if await self._released_by(server, request, prefilled):
-                        outcome = "done"
-                        break
-                    avoided.add(server)
-                    refused_by = None if server is refused_by else refused_by
-        if outcome == "failed":
-            logger.warning("an offer was not released, and ends by its ttl")
-        self._metrics.releases.labels(outcome).inc()
+                        self._metrics.releases.labels("done").inc()
+                        return
+        text = "an offer ends by its ttl: none of these decode servers has released it within %d s: %s"
+        logger.warning(text, limits.RELEASE_SECONDS, ", ".join(asked))
+        self._metrics.releases.labels("failed").inc()
+
+    def _to_ask(self, tried: Collection[Server], refused_by: Server | None) -> Sequence[Server]:
+        """The decode servers that may release the offer, the likeliest first."""
+        now = time.monotonic()
+
+        def doubts(server: Server) -> tuple[bool, bool, bool, int, int]:
+            return server in tried, server is refused_by, server.rests_until > now, server.in_flight, server.turn
+
+        return sorted(self._decode.all, key=doubts)[: limits.ATTEMPTS]
 
     async def _released_by(self, server: Server, request: Request, prefilled: Prefilled) -> bool:
         body = request.body.for_release(prefilled, server.engine, new_room())

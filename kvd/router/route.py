@@ -258,13 +258,13 @@ class Router:
                     self._conversations.keep(request, server, turn)
 
     def _release(self, request: Request, attempts: Attempts, failed: Server | None = None) -> None:
-        """Has the offer released that is left, if one is, by another server than those that failed."""
+        """Has the offer released that is left, if one is, by another server than those that failed, if there is one."""
         if attempts.prefilled is not None:
             if attempts.meeting is not None:
                 attempts.leave()
             else:
-                avoided = attempts.tried if failed is None else {*attempts.tried, failed}
-                self._cleanup.release(request, attempts.prefilled, avoided, attempts.refused_by)
+                tried = attempts.tried if failed is None else {*attempts.tried, failed}
+                self._cleanup.release(request, attempts.prefilled, tried, attempts.refused_by)
             attempts.prefilled = None
 
     def _leave(self, request: Request, attempts: Attempts) -> None:

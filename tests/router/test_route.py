@@ -21,7 +21,9 @@ from tests.router.scripted import (
     DONE,
     PARAMS,
     PATH,
+    Answering,
     Scripted,
+    Stage,
     answering,
     broken_off,
     decoded,
@@ -60,8 +62,9 @@ async def test_a_beam_search_is_computed_by_a_decode_server_alone() -> None:
         assert await stage.ask(stream=False, use_beam_search=True) == (200, b'{"choices": [{"text": "t1"}]}')
         assert stage.prefill[0].bodies == []
         assert stage.decode[0].bodies == [BODY | {"stream": False, "use_beam_search": True}]
-        assert (await stage.ask(use_beam_search=False))[0] == 200
-        assert len(stage.prefill[0].bodies) == 1
+        for number, no in enumerate((False, 0, "off"), start=1):
+            assert (await stage.ask(use_beam_search=no))[0] == 200
+            assert len(stage.prefill[0].bodies) == number
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
@@ -535,6 +538,18 @@ async def test_an_offer_is_released_that_a_decode_server_got_and_did_not_answer(
         assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
 
 
+@pytest.mark.parametrize("bad", [vanishing, failing, answering(503)])
+async def test_an_offer_is_released_by_a_decode_server_that_failed_if_there_is_no_other(bad) -> None:
+    async def once_bad(server: Scripted, request, body):
+        return await (bad if body in server.asked else decoded)(server, request, body)
+
+    async with routed([prefilled], [once_bad]) as stage:
+        assert (await stage.ask())[0] in {502, 503}
+        await stage.server._router.close()
+        assert stage.decode[0].releases[0]["kv_transfer_params"] == PARAMS
+        assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
+
+
 @pytest.mark.parametrize("bad", [failing_in_stream, failing_after_role])
 async def test_an_offer_is_let_go_of_by_the_engine_that_says_an_error(bad) -> None:
     async with routed([prefilled], [bad, decoded]) as stage:
@@ -702,19 +717,28 @@ async def test_a_release_whose_engine_is_slow_ends_after_a_moment(monkeypatch) -
         assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
 
 
-async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_released() -> None:
-    gone = asyncio.Event()
+def _prefilled_after(gone: asyncio.Event) -> Answering:
+    """Prefills as soon as the client is `gone`."""
 
     async def late(server: Scripted, request, body):
         await gone.wait()
         return await prefilled(server, request, body)
 
-    async with routed([late], [stalled]) as stage:
-        asking = asyncio.create_task(stage.ask())
-        await stage.prefill[0].until(lambda server: server.open == 1)
-        asking.cancel()
-        await stage.server._intake.idle.wait()
-        gone.set()
+    return late
+
+
+async def _leave_in_prefill(stage: Stage, gone: asyncio.Event) -> None:
+    asking = asyncio.create_task(stage.ask())
+    await stage.prefill[0].until(lambda server: server.open == 1)
+    asking.cancel()
+    await stage.server._intake.idle.wait()
+    gone.set()
+
+
+async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_released() -> None:
+    gone = asyncio.Event()
+    async with routed([_prefilled_after(gone)], [stalled]) as stage:
+        await _leave_in_prefill(stage, gone)
         await stage.decode[0].until(lambda server: server.aborted == 1)
         assert stage.decode[0].bodies == [BODY | {"max_tokens": 1, "kv_transfer_params": PARAMS}]
         await stage.server._router.close()
@@ -724,19 +748,10 @@ async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_release
 @pytest.mark.parametrize("bad", [None, failing, answering(429), refusing, vanishing])
 async def test_an_offer_that_one_decode_server_does_not_release_is_released_by_another(bad) -> None:
     gone = asyncio.Event()
-
-    async def late(server: Scripted, request, body):
-        await gone.wait()
-        return await prefilled(server, request, body)
-
-    async with routed([late], [bad or decoded, stalled]) as stage:
+    async with routed([_prefilled_after(gone)], [bad or decoded, stalled]) as stage:
         if bad is None:
             stage.server._decodes.all[0].place = place("http://127.0.0.1:1")
-        asking = asyncio.create_task(stage.ask())
-        await stage.prefill[0].until(lambda server: server.open == 1)
-        asking.cancel()
-        await stage.server._intake.idle.wait()
-        gone.set()
+        await _leave_in_prefill(stage, gone)
         await stage.decode[1].until(lambda server: server.aborted == 1)
         await stage.server._router.close()
         assert len(stage.decode[0].releases) == (bad is not None)
@@ -759,12 +774,7 @@ async def test_bodies_of_clients_that_are_gone_have_a_bound_until_their_prefills
     monkeypatch.setattr(limits, "CLEANUP_BYTES", 3000)
     monkeypatch.setattr(limits, "LEAVE_SECONDS", 600.0)
     gone = asyncio.Event()
-
-    async def late(server: Scripted, request, body):
-        await gone.wait()
-        return await prefilled(server, request, body)
-
-    async with routed([late], [decoded]) as stage:
+    async with routed([_prefilled_after(gone)], [decoded]) as stage:
         asking = [asyncio.create_task(stage.ask(prompt="x" * 2000)) for _ in range(2)]
         await stage.prefill[0].until(lambda server: server.open == 2)
         for task in asking:

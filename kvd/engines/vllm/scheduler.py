@@ -67,8 +67,8 @@ class SchedulerSide:
         self._unsent: dict[int, bool] = {}
         self._params: dict[str, TransferParams] = {}
         """By request, until its ticket is used."""
-        self._queued: dict[str, TransferParams] = {}
-        """Of requests that came since the last step; of those that are scheduled in it, none is left."""
+        self._queued: set[str] = set()
+        """Of these, the requests that came since the last step, and are not scheduled in it."""
         self._holds: dict[str, str] = {}
         """The hold of a request that waits for blocks."""
         self._computed: dict[str, int] = {}
@@ -158,7 +158,7 @@ class SchedulerSide:
         offered = self._params.pop(request.request_id, None)
         if offered is None:
             return
-        self._queued.pop(request.request_id, None)
+        self._queued.discard(request.request_id)
         tokens = self._computed.pop(request.request_id, 0) + external
         if offered.turn:
             self.turns.allocated(request.request_id, offered, external)
@@ -186,7 +186,7 @@ class SchedulerSide:
         self.turns.ended(request.request_id)
         self._loads.forget(request.request_id)
         self._computed.pop(request.request_id, None)
-        self._queued.pop(request.request_id, None)
+        self._queued.discard(request.request_id)
         offered = self._params.pop(request.request_id, None)
         if offered is not None:
             self._let_go(request, offered, here=False)
@@ -259,12 +259,13 @@ class SchedulerSide:
         self._fresh.clear()
         self.turns.kept.relieve()
         self._metadata.withdrawals = self.turns.kept.take_withdrawals()
-        for request, offered in list(self._queued.items()):
+        for request in list(self._queued):
+            offered = self._params[request]
             if not self._tickets.is_pulled(offered):
+                self._queued.remove(request)
                 if not self._tickets.is_over(offered):
                     self._holds[request] = hold = self._name(request)
                     self._metadata.holds.append(HoldOrder(request, hold, offered.ticket))
-                del self._queued[request]
         metadata, self._metadata = self._metadata, StepMetadata()
         metadata.growing = self._growing.take_orders()
         return metadata
@@ -314,7 +315,7 @@ class SchedulerSide:
     def _offered(self, request: Any, offered: TransferParams) -> None:
         self._params[request.request_id] = offered
         if offered.ticket and not offered.refused:
-            self._queued[request.request_id] = offered
+            self._queued.add(request.request_id)
 
     def _prompt(self, request: Any) -> Prompt:
         return Prompt.of(request, adapter_paths=self._adapter_paths)
