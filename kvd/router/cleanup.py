@@ -93,15 +93,12 @@ class Cleanup:
         self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None
     ) -> None:
         asked = []
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limits.RELEASE_SECONDS):
-                for server in self._to_ask(tried, refused_by):
-                    asked.append(server.url)
-                    if await self._released_by(server, request, prefilled):
-                        self._metrics.releases.labels("done").inc()
-                        return
-        text = "an offer ends by its ttl: none of these decode servers has released it within %d s: %s"
-        logger.warning(text, limits.RELEASE_SECONDS, ", ".join(asked))
+        for server in self._to_ask(tried, refused_by):
+            asked.append(server.url)
+            if await self._released_by(server, request, prefilled):
+                self._metrics.releases.labels("done").inc()
+                return
+        logger.warning("an offer ends by its ttl: none of these decode servers releases it: %s", ", ".join(asked))
         self._metrics.releases.labels("failed").inc()
 
     def _to_ask(self, tried: Collection[Server], refused_by: Server | None) -> Sequence[Server]:
@@ -116,11 +113,18 @@ class Cleanup:
     async def _released_by(self, server: Server, request: Request, prefilled: Prefilled) -> bool:
         body = request.body.for_release(prefilled, server.engine, new_room())
         try:
-            async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
+            async with (
+                asyncio.timeout(limits.RELEASE_SECONDS) as deadline,
+                self._upstream.post(server, request.path, body, request.headers, Sent()) as answer,
+            ):
+                deadline.reschedule(None)
                 if answer.status == HTTPStatus.OK:
                     await _taken(answer)
                     return True
                 logger.warning("%s does not release an offer: it answered with status %d", server.name, answer.status)
+        except TimeoutError:
+            text = "%s does not release an offer: it did not answer within %g s"
+            logger.warning(text, server.name, limits.RELEASE_SECONDS)
         except ServerFailed as error:
             logger.warning("an offer is not released there: %s", error)
         return False

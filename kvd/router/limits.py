@@ -128,8 +128,9 @@ LEAVE_SECONDS: Final = 2.0
 """How long a prefill may go on when its client is gone, before it is aborted: most end sooner, and then their offer can
 be released, which that of an engine aborted in its last step cannot."""
 
-RELEASE_SECONDS: Final = 10.0
-"""For decode servers to take the request that releases an offer: another one gets it if one fails."""
+RELEASE_SECONDS: Final = 5.0
+"""For a decode server to begin its answer to the request that releases an offer: then another one gets it. Three that
+hang take half the `offer_ttl` of a prefill engine."""
 
 TAKEN_SECONDS: Final = 5.0
 """After the head of its answer: vLLM gives its engine the request milliseconds later, on cores that others keep busy

@@ -758,6 +758,17 @@ async def test_an_offer_that_one_decode_server_does_not_release_is_released_by_a
         assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
 
 
+async def test_an_offer_that_a_decode_server_hangs_with_is_released_by_another(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "RELEASE_SECONDS", 1.0)
+    gone = asyncio.Event()
+    async with routed([_prefilled_after(gone)], [hanging, stalled]) as stage:
+        await _leave_in_prefill(stage, gone)
+        await stage.decode[1].until(lambda server: server.aborted == 1)
+        await stage.server._router.close()
+        assert (stage.decode[0].aborted, len(stage.decode[0].releases)) == (1, 1)
+        assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
+
+
 async def test_prefills_of_clients_that_are_gone_have_a_bound(monkeypatch) -> None:
     monkeypatch.setattr(limits, "CLEANUPS", 1)
     async with routed([hanging], [decoded]) as stage:
