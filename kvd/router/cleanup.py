@@ -131,7 +131,14 @@ class Cleanup:
 
 
 async def _taken(answer: Answer) -> None:
-    """Waits until the engine has the request: for its first event, or, if it queues or loads, for a moment."""
+    """Waits until the engine has the request: for its first event, or, if it queues or loads, for a moment.
+
+    An engine that says an error has let go of the offer.
+
+    Raises:
+        ServerFailed: The answer ends without one, or is broken off.
+
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limits.TAKEN_SECONDS):
-            await answer.part()
+            await answer.beginning()

@@ -745,7 +745,7 @@ async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_release
         assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
 
 
-@pytest.mark.parametrize("bad", [None, failing, answering(429), refusing, vanishing])
+@pytest.mark.parametrize("bad", [None, failing, answering(429), refusing, vanishing, empty])
 async def test_an_offer_that_one_decode_server_does_not_release_is_released_by_another(bad) -> None:
     gone = asyncio.Event()
     async with routed([_prefilled_after(gone)], [bad or decoded, stalled]) as stage:
