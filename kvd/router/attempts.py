@@ -21,6 +21,8 @@ class Attempts:
     """Servers that have failed before, and get this request to show whether they still do; since when, and until when
     others wait for that."""
     prefilled: Prefilled | None = None
+    left_over: list[Prefilled] = field(default_factory=list)
+    """Offers that were to be read by servers that then failed. They are released once it is known who does not fail."""
     prefill: Server | None = None
     meeting: Meeting | None = None
     """Of a prefill on a server of SGLang's; it withdraws the offer when it is ended."""

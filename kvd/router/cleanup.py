@@ -37,16 +37,17 @@ class Cleanup:
         """Of the bodies of their requests, which no client has in flight any more."""
 
     def leave(
-        self, request: Request, prefill: asyncio.Task[Prefilled | Whole], refused_by: Server | None = None
+        self,
+        request: Request,
+        prefill: asyncio.Task[Prefilled | Whole],
+        tried: Collection[Server],
+        refused_by: Server | None,
     ) -> None:
-        """Lets `prefill`, which returns a server's answer, end for a moment, and releases its offer.
-
-        Through the decode server that refused the request itself only if there is no other.
-        """
+        """Lets `prefill`, which returns a server's answer, end for a moment, and has its offer released (`release`)."""
         if not self._has_room(request):
             prefill.cancel()
             return
-        self._start(request, self._left(request, prefill, refused_by))
+        self._start(request, self._left(request, prefill, tried, refused_by))
 
     def release(
         self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None
@@ -79,7 +80,11 @@ class Cleanup:
         self._bytes -= size
 
     async def _left(
-        self, request: Request, prefill: asyncio.Task[Prefilled | Whole], refused_by: Server | None
+        self,
+        request: Request,
+        prefill: asyncio.Task[Prefilled | Whole],
+        tried: Collection[Server],
+        refused_by: Server | None,
     ) -> None:
         try:
             async with asyncio.timeout(limits.LEAVE_SECONDS):
@@ -87,7 +92,7 @@ class Cleanup:
         except (TimeoutError, ServerFailed):
             return
         if isinstance(answer, Prefilled):
-            await self._released(request, answer, (), refused_by)
+            await self._released(request, answer, tried, refused_by)
 
     async def _released(
         self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None
@@ -102,13 +107,18 @@ class Cleanup:
         self._metrics.releases.labels("failed").inc()
 
     def _to_ask(self, tried: Collection[Server], refused_by: Server | None) -> Sequence[Server]:
-        """The decode servers that may release the offer, the likeliest first."""
+        """The decode servers that may release the offer, the likeliest first.
+
+        With those that failed at the request they are no more than may do so: the request may be at fault.
+        """
         now = time.monotonic()
 
-        def doubts(server: Server) -> tuple[bool, bool, bool, int, int]:
-            return server in tried, server is refused_by, server.rests_until > now, server.in_flight, server.turn
+        def doubts(server: Server) -> tuple[bool, bool, int, int]:
+            return server is refused_by, server.rests_until > now, server.in_flight, server.turn
 
-        return sorted(self._decode.all, key=doubts)[: limits.ATTEMPTS]
+        failed = [server for server in self._decode.all if server in tried]
+        others = sorted((server for server in self._decode.all if server not in tried), key=doubts)
+        return others[: limits.ATTEMPTS - len(failed)] + sorted(failed, key=doubts)
 
     async def _released_by(self, server: Server, request: Request, prefilled: Prefilled) -> bool:
         body = request.body.for_release(prefilled, server.engine, new_room())

@@ -116,7 +116,7 @@ class Router:
             decoded = await self._both(request, client, server, attempts, sent)
         except ServerFailed:
             if sent.whole:  # whether the server has the offer, and lets go of it, nobody knows
-                self._release(request, attempts, server)
+                self._put_off(attempts)
             raise
         if not decoded:
             self._metrics.early.labels("again").inc()
@@ -156,7 +156,7 @@ class Router:
         if early.is_as_told:  # the decode server could not use it
             if attempts.taken:
                 attempts.prefilled = None
-            self._release(request, attempts)
+            self._put_off(attempts)
         await self._attempt(request, client, attempts)
 
     async def _reached(self, attempts: Attempts) -> Server | None:
@@ -187,7 +187,7 @@ class Router:
         try:
             answer = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            self._cleanup.leave(request, asking)
+            self._cleanup.leave(request, asking, attempts.tried, None)
             raise
         return await self._use(answer, client, server, attempts)
 
@@ -248,6 +248,7 @@ class Router:
             if early is not None:
                 self._metrics.early.labels("done").inc()
             self._served(server, attempts)
+            self._release(request, attempts)
             self._metrics.first_token_seconds.observe(time.monotonic() - request.arrived)
             if attempts.prefill is not None:
                 self._affinity.learn(request.body.prefixes, Pair(attempts.prefill, server))
@@ -257,14 +258,23 @@ class Router:
                 if turn and answer.is_whole:
                     self._conversations.keep(request, server, turn)
 
-    def _release(self, request: Request, attempts: Attempts, failed: Server | None = None) -> None:
-        """Has the offer released that is left, if one is, by another server than those that failed, if there is one."""
+    def _release(self, request: Request, attempts: Attempts) -> None:
+        """Has all offers released that are left.
+
+        A request that fails again and again may be at fault, so releases of it go to no more servers than itself may.
+        """
+        self._put_off(attempts)
+        for prefilled in attempts.left_over:
+            self._cleanup.release(request, prefilled, attempts.tried, attempts.refused_by)
+        attempts.left_over.clear()
+
+    def _put_off(self, attempts: Attempts) -> None:
+        """Notes the offer that is left, if one is, for when another server has the request."""
         if attempts.prefilled is not None:
             if attempts.meeting is not None:
                 attempts.leave()
             else:
-                tried = attempts.tried if failed is None else {*attempts.tried, failed}
-                self._cleanup.release(request, attempts.prefilled, tried, attempts.refused_by)
+                attempts.left_over.append(attempts.prefilled)
             attempts.prefilled = None
 
     def _leave(self, request: Request, attempts: Attempts) -> None:
@@ -282,7 +292,7 @@ class Router:
         if decodes and (early.is_as_told or not early.answer.done()):
             early.answer.cancel()
         else:
-            self._cleanup.leave(request, early.answer, attempts.refused_by)
+            self._cleanup.leave(request, early.answer, attempts.tried, attempts.refused_by)
 
     def _has_prefilled(self, server: Server, prefilled: Prefilled, attempts: Attempts) -> None:
         """`server` has answered that."""

@@ -550,6 +550,16 @@ async def test_an_offer_is_released_by_a_decode_server_that_failed_if_there_is_n
         assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
 
 
+@pytest.mark.parametrize("bad", [vanishing, failing])
+async def test_a_request_that_no_decode_server_serves_gets_to_no_more_of_them_by_its_releases(bad) -> None:
+    """It may be what they fail of."""
+    async with routed([prefilled] * limits.ATTEMPTS, [bad] * 3 * limits.ATTEMPTS) as stage:
+        assert (await stage.ask())[0] == 502
+        await stage.server._router.close()
+        assert sum(bool(server.bodies) for server in stage.decode) == limits.ATTEMPTS
+        assert await stage.metric('kvd_router_releases_total{outcome="failed"}') == limits.ATTEMPTS
+
+
 @pytest.mark.parametrize("bad", [failing_in_stream, failing_after_role])
 async def test_an_offer_is_let_go_of_by_the_engine_that_says_an_error(bad) -> None:
     async with routed([prefilled], [bad, decoded]) as stage:
