@@ -24,7 +24,7 @@ from kvd.client.events import spans
 from kvd.engines.vllm import transfer_params
 from kvd.engines.vllm.growing import params as growing_params
 from kvd.engines.vllm.growing.scheduler import GrowingOffers
-from kvd.engines.vllm.loads import Loads, has_failed_load
+from kvd.engines.vllm.loads import Loads, Steps, has_failed_load
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.engines.vllm.prompts import Prompts, leave_out
 from kvd.engines.vllm.tickets import Tickets
@@ -86,10 +86,11 @@ class SchedulerSide:
 
     # --- from vLLM's scheduler --------------------------------------------------------------------------------------
 
-    def bind(self, manager: Any) -> None:
-        """Takes vLLM's KV cache manager."""
-        self._loads.bind(manager)
-        self.turns.kept.bind(manager)
+    def bind(self, manager: Any, steps: Steps | None = None) -> None:
+        """Takes vLLM's KV cache manager, which gives out blocks for such `steps`."""
+        steps = steps or Steps()
+        self._loads.bind(manager, steps)
+        self.turns.kept.bind(manager, steps)
 
     def arrived(self, request: Any) -> None:
         """A new request."""

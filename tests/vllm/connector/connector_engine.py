@@ -136,7 +136,13 @@ def configuration(kind: str, folder: Path) -> Any:
             model="drafter",
         )
         config.speculative_config = SimpleNamespace(
-            draft_model_config=draft, target_model_config=None, method="eagle", use_eagle=lambda: False
+            draft_model_config=draft,
+            target_model_config=None,
+            method="eagle",
+            use_eagle=lambda: False,
+            use_dspark=lambda: False,
+            use_dflash=lambda: False,
+            uses_draft_model=lambda: False,
         )
     config.cache_config.kv_cache_layout = "LBNHC" if kind == "deepseek" else "LBHNC"
     return config

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from kvd.engines.vllm.loads import shortage
+from kvd.engines.vllm.loads import Steps, shortage
 
 _SCARCE = 1 / 16
 """The share of the cache that must be free for an answer to be kept: with less it would soon be given up."""
@@ -52,6 +52,7 @@ class KeptTurns:
         self._ranks = ranks
         self._share = share
         self._manager: Any = None
+        self._steps = Steps()
         self._kept: dict[str, _Kept] = {}
         """By offer, the oldest first."""
         self._named: dict[str, _Kept] = {}
@@ -68,9 +69,10 @@ class KeptTurns:
         self._withdrawals: list[str] = []
         self._ends: list[str] = []
 
-    def bind(self, manager: Any) -> None:
+    def bind(self, manager: Any, steps: Steps) -> None:
         """Takes vLLM's KV cache manager, without which nothing is kept."""
         self._manager = manager
+        self._steps = steps
 
     # --- one turn ---------------------------------------------------------------------------------------------------
 
@@ -153,7 +155,7 @@ class KeptTurns:
         request = next(chain(self._loaded.values(), self._asked.values()), None)
         self._asked.clear()
         if self._kept and request is not None:
-            self._free(shortage(self._manager, request) - self._coming())
+            self._free(shortage(self._manager, request, self._steps) - self._coming())
 
     def frees(self) -> bool:
         """A running request lacks a block: whether some will be free soon. Gives turns up if none are on their way."""
