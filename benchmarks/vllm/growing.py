@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from benchmarks.command import make_parser, run
-from benchmarks.vllm.servers import MODEL, TOKEN_BYTES, model_folder, resume, suspend, until_served
+from benchmarks.vllm.servers import MODEL, TOKEN_BYTES, bear_suspension, model_folder, resume, suspend, until_served
 from kvd.errors import ErrorCode, refusal
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import complete, make_body, prefill
@@ -105,6 +105,7 @@ async def _measure_pairs(
     for pair in pairs:
         for server in (pair.prefill, pair.decode):
             server.flags = FLAGS
+        bear_suspension(pair)
         await start_all(pair.services)
         await until_served(partial(request, pair, make_prompt(64, next(seeds)), at_once=False))
         for at_once, tokens in itertools.product((False, True), prompts):  # connections, pages

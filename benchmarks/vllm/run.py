@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.vllm.groups import place
-from benchmarks.vllm.servers import MODEL, PLACEMENTS, as_users_run, resume, suspend, until_served
+from benchmarks.vllm.servers import MODEL, PLACEMENTS, as_users_run, bear_suspension, resume, suspend, until_served
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import Completion, complete, make_body, prefill
 from tests.vllm.testbed.pair import KvdPair, NixlPair, Pair
@@ -118,6 +118,7 @@ async def _measure(pairs: list[Pair], plan: Plan, sides: list[Side], advance: Ca
     try:
         async with asyncio.timeout(plan.seconds):
             for pair in pairs:  # one by one: waiting servers keep their cores busy
+                bear_suspension(pair)
                 await start_all(pair.services)
                 # The first request of a pair pays for handshakes and page faults.
                 await _served(pair, plan.prompt_tokens, ANSWER_TOKENS, seeds)

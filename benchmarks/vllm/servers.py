@@ -76,6 +76,12 @@ async def until_served(ask: Callable[[], Awaitable[Answer]]) -> Answer:
                 await asyncio.sleep(RETRY_SECONDS)
 
 
+def bear_suspension(pair: Pair) -> None:
+    """Has its engines take no step for hung, as vLLM does after 300 s: others may have their turns for longer."""
+    for server in (pair.prefill, pair.decode):
+        server.variables |= {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600"}
+
+
 def suspend(pair: Pair) -> None:
     """Stops both servers, so that another pair has the cores."""
     for server in (pair.prefill, pair.decode):
