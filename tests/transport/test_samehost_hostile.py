@@ -27,6 +27,7 @@ from kvd.transport.samehost import transport
 from kvd.transport.samehost.importer import ImportedPools, import_pools
 from kvd.transport.samehost.lent import map_host_pool
 from kvd.transport.samehost.transport import SameHostTransport
+from tests.support.closing import wait_until_closed
 from tests.support.descriptors import no_descriptors_left
 from tests.support.lingering import lingering_socket
 from tests.support.patience import MOMENT, PATIENCE
@@ -53,7 +54,11 @@ class Agent:
 
 @contextlib.contextmanager
 def descriptors_taken(*, below: int, limit: int) -> Iterator[None]:
-    """Takes all descriptors below `below`, under a limit of `limit`; the process may have any of them already."""
+    """Takes all descriptors below `below`, under a limit of `limit`; the process may have any of them already.
+
+    What an earlier test has passed to threads that close it is closed first: it would be free again only then.
+    """
+    wait_until_closed()
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     taken = [os.open("/dev/null", os.O_RDONLY)]
