@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from http import HTTPStatus
 
 from kvd.router import limits
+from kvd.router.attempts import Attempts
 from kvd.router.body import Request, new_room
 from kvd.router.engines import Prefilled
 from kvd.router.metrics import Metrics
@@ -36,30 +37,22 @@ class Cleanup:
         self._bytes = 0
         """Of the bodies of their requests, which no client has in flight any more."""
 
-    def leave(
-        self,
-        request: Request,
-        prefill: asyncio.Task[Prefilled | Whole],
-        tried: Collection[Server],
-        refused_by: Server | None,
-    ) -> None:
+    def leave(self, request: Request, prefill: asyncio.Task[Prefilled | Whole], attempts: Attempts) -> None:
         """Lets `prefill`, which returns a server's answer, end for a moment, and has its offer released (`release`)."""
         if not self._has_room(request):
             prefill.cancel()
             return
-        self._start(request, self._left(request, prefill, tried, refused_by))
+        self._start(request, self._left(request, prefill, attempts))
 
-    def release(
-        self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None
-    ) -> None:
+    def release(self, request: Request, prefilled: Prefilled, attempts: Attempts) -> None:
         """Releases the offer of this prefill through a decode server; if that fails, through another one.
 
-        Through the one that refused the request itself, and those that were `tried` and failed, only if no other does.
+        Through the one that refused the request itself, and those that failed in `attempts`, only if no other does.
         """
         if not self._has_room(request):
             self._metrics.releases.labels("failed").inc()
             return
-        self._start(request, self._released(request, prefilled, tried, refused_by))
+        self._start(request, self._released(request, prefilled, attempts))
 
     async def close(self) -> None:
         """Waits for all that is being ended."""
@@ -67,7 +60,11 @@ class Cleanup:
 
     def _has_room(self, request: Request) -> bool:
         kept = self._bytes + request.body.size
-        return len(self._tasks) < limits.CLEANUPS and kept <= limits.CLEANUP_BYTES
+        if len(self._tasks) < limits.CLEANUPS and kept <= limits.CLEANUP_BYTES:
+            return True
+        text = "an offer may stand until its ttl: what %d others of %d bytes have left is being ended"
+        logger.warning(text, len(self._tasks), self._bytes)
+        return False
 
     def _start(self, request: Request, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -79,26 +76,18 @@ class Cleanup:
         self._tasks.discard(task)
         self._bytes -= size
 
-    async def _left(
-        self,
-        request: Request,
-        prefill: asyncio.Task[Prefilled | Whole],
-        tried: Collection[Server],
-        refused_by: Server | None,
-    ) -> None:
+    async def _left(self, request: Request, prefill: asyncio.Task[Prefilled | Whole], attempts: Attempts) -> None:
         try:
             async with asyncio.timeout(limits.LEAVE_SECONDS):
                 answer = await prefill  # the deadline cancels it, which aborts it on its server
         except (TimeoutError, ServerFailed):
             return
         if isinstance(answer, Prefilled):
-            await self._released(request, answer, tried, refused_by)
+            await self._released(request, answer, attempts)
 
-    async def _released(
-        self, request: Request, prefilled: Prefilled, tried: Collection[Server], refused_by: Server | None
-    ) -> None:
+    async def _released(self, request: Request, prefilled: Prefilled, attempts: Attempts) -> None:
         asked = []
-        for server in self._to_ask(tried, refused_by):
+        for server in self._to_ask(attempts):
             asked.append(server.url)
             if await self._released_by(server, request, prefilled):
                 self._metrics.releases.labels("done").inc()
@@ -106,7 +95,7 @@ class Cleanup:
         logger.warning("an offer ends by its ttl: none of these decode servers releases it: %s", ", ".join(asked))
         self._metrics.releases.labels("failed").inc()
 
-    def _to_ask(self, tried: Collection[Server], refused_by: Server | None) -> Sequence[Server]:
+    def _to_ask(self, attempts: Attempts) -> Sequence[Server]:
         """The decode servers that may release the offer, the likeliest first.
 
         With those that failed at the request they are no more than may do so: the request may be at fault.
@@ -114,10 +103,10 @@ class Cleanup:
         now = time.monotonic()
 
         def doubts(server: Server) -> tuple[bool, bool, int, int]:
-            return server is refused_by, server.rests_until > now, server.in_flight, server.turn
+            return server is attempts.refused_by, server.rests_until > now, server.in_flight, server.turn
 
-        failed = [server for server in self._decode.all if server in tried]
-        others = sorted((server for server in self._decode.all if server not in tried), key=doubts)
+        failed = [server for server in self._decode.all if server in attempts.tried]
+        others = sorted((server for server in self._decode.all if server not in attempts.tried), key=doubts)
         return others[: limits.ATTEMPTS - len(failed)] + sorted(failed, key=doubts)
 
     async def _released_by(self, server: Server, request: Request, prefilled: Prefilled) -> bool:

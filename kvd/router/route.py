@@ -187,7 +187,7 @@ class Router:
         try:
             answer = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            self._cleanup.leave(request, asking, attempts.tried, None)
+            self._cleanup.leave(request, asking, attempts)
             raise
         return await self._use(answer, client, server, attempts)
 
@@ -265,7 +265,7 @@ class Router:
         """
         self._put_off(attempts)
         for prefilled in attempts.left_over:
-            self._cleanup.release(request, prefilled, attempts.tried, attempts.refused_by)
+            self._cleanup.release(request, prefilled, attempts)
         attempts.left_over.clear()
 
     def _put_off(self, attempts: Attempts) -> None:
@@ -292,7 +292,7 @@ class Router:
         if decodes and (early.is_as_told or not early.answer.done()):
             early.answer.cancel()
         else:
-            self._cleanup.leave(request, early.answer, attempts.tried, attempts.refused_by)
+            self._cleanup.leave(request, early.answer, attempts)
 
     def _has_prefilled(self, server: Server, prefilled: Prefilled, attempts: Attempts) -> None:
         """`server` has answered that."""

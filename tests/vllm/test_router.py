@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from kvd.router.attempts import Attempts
 from kvd.router.body import Body, Request
 from kvd.router.cleanup import Cleanup
 from kvd.router.clients.headers import passed_on
@@ -121,7 +122,7 @@ async def test_an_offer_that_no_decode_server_took_is_released(routed: Routed) -
             asked = make_body(MODEL, make_prompt(700, seed=30 + number), TOKENS)
             params = Prefilled(msgspec.Raw(msgspec.json.encode(await prefill(routed.pair.prefill.url, asked))))
             request = Request(PATH, Body(msgspec.json.encode(asked)), passed_on({}), 0.0)
-            cleanup.release(request, params, tried=(), refused_by=None)
+            cleanup.release(request, params, Attempts())
             await cleanup.close()
     await routed.nothing_is_held()
 

@@ -23,7 +23,6 @@ from kvd.engines.vllm.cache.config import check_supported, windows, worker_cache
 from kvd.engines.vllm.cache.memory import PoolAllocation, check_views, warn_of_restarts
 from kvd.engines.vllm.cache.parallel import has_replicas, is_replica, rank_of, ranks_of
 from kvd.engines.vllm.cache.spec import cache_spec
-from kvd.engines.vllm.loads import Steps
 from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
 from kvd.engines.vllm.plugin import register
 from kvd.engines.vllm.replica import ReplicaSide
@@ -138,7 +137,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         config = self._vllm_config.scheduler_config
         tokens = config.max_num_scheduled_tokens or config.max_num_batched_tokens
-        self._scheduler.bind(kv_cache_manager, Steps(tokens, self._vllm_config.num_lookahead_tokens))
+        self._scheduler.bind(kv_cache_manager, tokens, self._vllm_config.num_lookahead_tokens)
 
     def on_new_request(self, request: Any) -> None:
         """VLLM added a request."""

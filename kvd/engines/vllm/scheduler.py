@@ -22,9 +22,10 @@ from typing import Any
 from kvd.client import Blocks
 from kvd.client.events import spans
 from kvd.engines.vllm import transfer_params
+from kvd.engines.vllm.block_manager import BlockManager
 from kvd.engines.vllm.growing import params as growing_params
 from kvd.engines.vllm.growing.scheduler import GrowingOffers
-from kvd.engines.vllm.loads import Loads, Steps, has_failed_load
+from kvd.engines.vllm.loads import Loads, has_failed_load
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.engines.vllm.prompts import Prompts, leave_out
 from kvd.engines.vllm.tickets import Tickets
@@ -72,7 +73,8 @@ class SchedulerSide:
         self._holds: dict[str, str] = {}
         """The hold of a request that waits for blocks."""
         self._computed: dict[str, int] = {}
-        self._loads = Loads()
+        self._manager = BlockManager()
+        self._loads = Loads(self._manager)
         self._loading: dict[str, str] = {}
         """The pull that a request waits for."""
         self._tickets = Tickets()
@@ -80,17 +82,15 @@ class SchedulerSide:
         self._fresh: list[tuple[dict[str, Any], OfferOrder | None]] = []
         """This step's answers, which vLLM has not sent yet, and the offers that their tickets are for."""
         whole = not all(isinstance(window, Full) for window, _ in self._groups)
-        self.turns = Turns(turns or TurnPolicy(), ranks, whole=whole)
+        self.turns = Turns(turns or TurnPolicy(), ranks, self._manager, whole=whole)
         self._nonce = os.urandom(4).hex()
         self._names = 0
 
     # --- from vLLM's scheduler --------------------------------------------------------------------------------------
 
-    def bind(self, manager: Any, steps: Steps | None = None) -> None:
-        """Takes vLLM's KV cache manager, which gives out blocks for such `steps`."""
-        steps = steps or Steps()
-        self._loads.bind(manager, steps)
-        self.turns.kept.bind(manager, steps)
+    def bind(self, manager: Any, step_tokens: int, lookahead: int) -> None:
+        """Takes vLLM's KV cache manager (`BlockManager.bind`)."""
+        self._manager.bind(manager, step_tokens, lookahead)
 
     def arrived(self, request: Any) -> None:
         """A new request."""

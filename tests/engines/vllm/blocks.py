@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from kvd.engines.vllm.scheduler import SchedulerSide
+
 
 @dataclass(eq=False)
 class Block:
@@ -67,3 +69,8 @@ class Manager:
             assert block.ref_cnt >= 0
             if block.ref_cnt == 0:
                 self.freed.append(block.block_id)
+
+
+def bind(engine: SchedulerSide, manager: Manager) -> None:
+    """As vLLM does, whose steps here compute any request at once."""
+    engine.bind(manager, step_tokens=1 << 40, lookahead=0)

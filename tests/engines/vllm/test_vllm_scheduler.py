@@ -13,7 +13,7 @@ from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.errors import InternalError
 from kvd.layout import Chunked, Full, Sliding, State
 from kvd.protocol.ticket import decode
-from tests.engines.vllm.blocks import Manager
+from tests.engines.vllm.blocks import Manager, bind
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -68,7 +68,7 @@ def table(*ids: int, cached: int = 0) -> list[Block]:
 
 def side(*groups: Any, ranks: int = 1) -> SchedulerSide:
     made = SchedulerSide(groups or ((Full(), 4),), ranks)
-    made.bind(Manager())
+    bind(made, Manager())
     made.set_endpoints({rank: endpoint(rank) for rank in range(ranks)})
     return made
 
@@ -633,7 +633,7 @@ def loading(engine: SchedulerSide, manager: Manager, name: str, prompt: int, ids
 
 def test_the_blocks_of_a_failed_load_are_free_before_vllm_comes_to_its_request() -> None:
     engine, manager = side(), Manager()
-    engine.bind(manager)
+    bind(engine, manager)
     loading(engine, manager, "a", 13, [1, 2, 3, 4])
     engine.received([], failed=["a"])
     assert manager.freed == []  # a rank's daemon may still write to them
@@ -643,7 +643,7 @@ def test_the_blocks_of_a_failed_load_are_free_before_vllm_comes_to_its_request()
 
 def test_the_blocks_of_a_failed_load_whose_request_has_ended_are_left_to_vllm() -> None:
     engine, manager = side(), Manager()
-    engine.bind(manager)
+    bind(engine, manager)
     request = loading(engine, manager, "a", 13, [1, 2, 3, 4])
     engine.received([], failed=["a"])
     engine.finished(request, ([1, 2, 3, 4],))
@@ -653,7 +653,7 @@ def test_the_blocks_of_a_failed_load_whose_request_has_ended_are_left_to_vllm() 
 
 def test_a_failed_load_that_lacks_blocks_to_be_computed_lets_those_pass_that_are_loaded() -> None:
     engine, manager = side(), Manager(num_gpu_blocks=9, block_tokens=(4,))
-    engine.bind(manager)
+    bind(engine, manager)
     failed = loading(engine, manager, "a", 13, [1, 2, 3, 4])
     loaded = loading(engine, manager, "b", 14, [5, 6, 7, 8])
     engine.received(["a", "b"], failed=["a"])
@@ -665,7 +665,7 @@ def test_a_failed_load_that_lacks_blocks_to_be_computed_lets_those_pass_that_are
 
 def test_no_load_begins_while_one_that_failed_waits_for_blocks() -> None:
     engine, manager = side(), Manager()
-    engine.bind(manager)
+    bind(engine, manager)
     failed = loading(engine, manager, "a", 13, [1, 2, 3, 4])
     engine.received(["a"], failed=["a"])
     later = Request(list(range(14)), prefilled(side(), 14, [1, 2, 3, 4]), request_id="b")

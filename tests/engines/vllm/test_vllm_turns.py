@@ -12,7 +12,7 @@ from kvd.engines.vllm.turns import kept as kept_turns
 from kvd.engines.vllm.turns.scheduler import TurnPolicy
 from kvd.layout import Full, Sliding
 from kvd.protocol.ticket import decode
-from tests.engines.vllm.blocks import Manager
+from tests.engines.vllm.blocks import Manager, bind
 from tests.engines.vllm.test_vllm_growing_scheduler import step
 from tests.engines.vllm.test_vllm_scheduler import PREFILL, Request, Status, endpoint, prefilled, table
 
@@ -23,7 +23,7 @@ CONSUMER = {"do_remote_prefill": True}
 def side(manager: Manager | None = None, *groups: Any, ranks: int = 1, **policy: Any) -> SchedulerSide:
     made = SchedulerSide(groups or ((Full(), BLOCK),), ranks, turns=TurnPolicy(**policy))
     made.set_endpoints({rank: endpoint(rank) for rank in range(ranks)})
-    made.bind(manager or Manager())
+    bind(made, manager or Manager())
     return made
 
 

@@ -19,13 +19,13 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import Request
 
-from kvd.engines.vllm.loads import Steps, shortage
+from kvd.engines.vllm.block_manager import BlockManager
 from tests.vllm.connector.connector_engine import BLOCK_TOKENS, layer_specs
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 BLOCKS = 60
-STEPS = Steps(2 * BLOCK_TOKENS)
+STEP_TOKENS = 2 * BLOCK_TOKENS
 
 
 def manager_of(configurations: Any, kind: str) -> Any:
@@ -33,15 +33,21 @@ def manager_of(configurations: Any, kind: str) -> Any:
     config = copy.deepcopy(configurations(kind))
     config.cache_config.num_gpu_blocks_override = BLOCKS
     config.model_config.max_model_len = BLOCKS // 2 * BLOCK_TOKENS
-    config.scheduler_config.max_num_batched_tokens = STEPS.tokens
+    config.scheduler_config.max_num_batched_tokens = STEP_TOKENS
     caches = get_kv_cache_configs(config, [layer_specs(kind, 1)], [1 << 34])
     return KVCacheManager(
         generate_scheduler_kv_cache_config(caches),
         config.model_config.max_model_len,
         BLOCK_TOKENS,
         BLOCK_TOKENS,
-        max_in_flight_tokens=STEPS.tokens,
+        max_in_flight_tokens=STEP_TOKENS,
     )
+
+
+def shortage(manager: Any, request: Any, lookahead: int = 0) -> int:
+    bound = BlockManager()
+    bound.bind(manager, STEP_TOKENS, lookahead)
+    return bound.shortage(request)
 
 
 @pytest.mark.parametrize("kind", ["gemma", "mamba2"])
@@ -53,18 +59,18 @@ def test_windows_and_states_lack_no_blocks_that_vllm_gives_back_on_the_way(kind:
     blocks = BLOCKS // 2
     request = SimpleNamespace(request_id="r", num_tokens=blocks * BLOCK_TOKENS, num_computed_tokens=0)
     assert blocks * groups > BLOCKS
-    assert shortage(manager, request, STEPS) < 0
+    assert shortage(manager, request) < 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "mamba2"])
 def test_a_cache_that_others_fill_lacks_blocks(kind: str, configurations: Any) -> None:
     manager = manager_of(configurations, kind)
     request = SimpleNamespace(request_id="r", num_tokens=20 * BLOCK_TOKENS, num_computed_tokens=0)
-    assert shortage(manager, request, STEPS) < 0
+    assert shortage(manager, request) < 0
     taken = manager.block_pool.get_new_blocks(manager.block_pool.get_num_free_blocks() - 10)
-    assert shortage(manager, request, STEPS) >= 10
+    assert shortage(manager, request) >= 10
     manager.block_pool.free_blocks(taken)
-    assert shortage(manager, request, STEPS) < 0
+    assert shortage(manager, request) < 0
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -76,7 +82,6 @@ def test_what_a_load_left_lacks_blocks_where_vllm_gives_none(
 ) -> None:
     """Else kept turns would not give way to it, nor to anything behind it, until they end."""
     manager = manager_of(configurations, kind)
-    steps = Steps(STEPS.tokens, lookahead)
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
     request = Request("r", [1] * (computed + rest), SamplingParams(max_tokens=1), None, block_hasher=hasher)
@@ -85,8 +90,8 @@ def test_what_a_load_left_lacks_blocks_where_vllm_gives_none(
     request.num_computed_tokens = computed
     pool = manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
-    new, lacked = min(rest, steps.tokens), []
+    new, lacked = min(rest, STEP_TOKENS), []
     while manager.allocate_slots(request, new, num_lookahead_tokens=lookahead, full_sequence_must_fit=True) is None:
-        lacked.append(shortage(manager, request, steps))
+        lacked.append(shortage(manager, request, lookahead))
         pool.free_blocks([taken.pop()])
     assert all(blocks > 0 for blocks in lacked)

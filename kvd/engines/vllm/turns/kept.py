@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from kvd.engines.vllm.loads import Steps, shortage
+from kvd.engines.vllm.block_manager import BlockManager
 
 _SCARCE = 1 / 16
 """The share of the cache that must be free for an answer to be kept: with less it would soon be given up."""
@@ -48,11 +48,10 @@ class _Kept:
 class KeptTurns:
     """Of an engine of `ranks` ranks: blocks of at most a `share` of the cache."""
 
-    def __init__(self, ranks: int, share: float) -> None:
+    def __init__(self, ranks: int, share: float, manager: BlockManager) -> None:
         self._ranks = ranks
         self._share = share
-        self._manager: Any = None
-        self._steps = Steps()
+        self._manager = manager
         self._kept: dict[str, _Kept] = {}
         """By offer, the oldest first."""
         self._named: dict[str, _Kept] = {}
@@ -69,11 +68,6 @@ class KeptTurns:
         self._withdrawals: list[str] = []
         self._ends: list[str] = []
 
-    def bind(self, manager: Any, steps: Steps) -> None:
-        """Takes vLLM's KV cache manager, without which nothing is kept."""
-        self._manager = manager
-        self._steps = steps
-
     # --- one turn ---------------------------------------------------------------------------------------------------
 
     def room(self, request: Any, block_ids: Iterable[int]) -> list[Any] | None:
@@ -81,11 +75,9 @@ class KeptTurns:
 
         None if they are too many, or blocks are scarce.
         """
-        if self._manager is None:
-            return None
-        pool, wanted = self._manager.block_pool, set(block_ids)
-        groups = self._manager.get_blocks(request.request_id).blocks
-        blocks = [block for group in groups for block in group if block.block_id in wanted and not block.is_null]
+        pool, wanted = self._manager.pool, set(block_ids)
+        held = self._manager.blocks(request.request_id)
+        blocks = [block for block in held if block.block_id in wanted and not block.is_null]
         most = int(self._share * pool.num_gpu_blocks)
         if len(blocks) > most or pool.get_num_free_blocks() < _SCARCE * pool.num_gpu_blocks:
             self._ends.append("not kept")
@@ -100,7 +92,7 @@ class KeptTurns:
 
     def keep(self, offer: str, name: str, params: dict[str, Any], blocks: list[Any]) -> None:
         """Keeps the `blocks` until `offer` has ended on every rank; `params` can be asked for by the turn's `name`."""
-        self._manager.block_pool.touch(blocks)
+        self._manager.pool.touch(blocks)
         self._held.update(map(id, blocks))
         self._kept[offer] = kept = _Kept(offer, name, params, blocks, self._ranks)
         if name:
@@ -150,17 +142,17 @@ class KeptTurns:
         """A step was planned: whoever still waits was passed over. Gives up what the first one lacks.
 
         Those that are loaded come first, as they do at vLLM, which comes to nothing behind one that lacks blocks.
-        It may be more than that lacks (`shortage`).
+        It may be more than that lacks (`BlockManager.shortage`).
         """
         request = next(chain(self._loaded.values(), self._asked.values()), None)
         self._asked.clear()
         if self._kept and request is not None:
-            self._free(shortage(self._manager, request, self._steps) - self._coming())
+            self._free(self._manager.shortage(request) - self._coming())
 
     def frees(self) -> bool:
         """A running request lacks a block: whether some will be free soon. Gives turns up if none are on their way."""
         if not self._coming():
-            self._free(max(1, int(_LEAST_GIVEN_UP * self._manager.block_pool.num_gpu_blocks)) if self._kept else 0)
+            self._free(max(1, int(_LEAST_GIVEN_UP * self._manager.pool.num_gpu_blocks)) if self._kept else 0)
         return self.freeing and self._coming() > 0
 
     def clear(self) -> None:
@@ -244,7 +236,7 @@ class KeptTurns:
         else:
             _uncount(self._held, kept)
         # The last ones first, as vLLM does: those of beginnings stay in the prefix cache for longest.
-        self._manager.block_pool.free_blocks(reversed(kept.blocks))
+        self._manager.pool.free_blocks(reversed(kept.blocks))
 
 
 def _uncount(having: Counter[int], kept: _Kept) -> set[int]:

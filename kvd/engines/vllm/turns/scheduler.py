@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvd.engines.vllm import transfer_params
+from kvd.engines.vllm.block_manager import BlockManager
 from kvd.engines.vllm.metadata import OfferOrder, TurnCounts
 from kvd.engines.vllm.transfer_params import Prompt, TransferParams
 from kvd.engines.vllm.turns import params as turn_params
@@ -47,14 +48,14 @@ def is_complete(request: Any) -> bool:
 class Turns:
     """Of an engine of `ranks` ranks. `whole`: caches lack what a turn's beginning alone needs (windows, states)."""
 
-    def __init__(self, policy: TurnPolicy, ranks: int, *, whole: bool) -> None:
+    def __init__(self, policy: TurnPolicy, ranks: int, manager: BlockManager, *, whole: bool) -> None:
         self._policy = policy
         self._whole = whole
         self._pulled: set[str] = set()
         """Prefills that wait for what an earlier turn left."""
         self._outcomes: list[str] = []
         self._warned = False
-        self.kept = KeptTurns(ranks, policy.share)
+        self.kept = KeptTurns(ranks, policy.share, manager)
 
     # --- a prefill engine -------------------------------------------------------------------------------------------
 
