@@ -779,7 +779,7 @@ async def test_an_offer_that_a_decode_server_hangs_with_is_released_by_another(m
         assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
 
 
-async def test_prefills_of_clients_that_are_gone_have_a_bound(monkeypatch) -> None:
+async def test_prefills_of_clients_that_are_gone_have_a_bound(monkeypatch, caplog) -> None:
     monkeypatch.setattr(limits, "CLEANUPS", 1)
     async with routed([hanging], [decoded]) as stage:
         asking = [asyncio.create_task(stage.ask()) for _ in range(3)]
@@ -788,6 +788,7 @@ async def test_prefills_of_clients_that_are_gone_have_a_bound(monkeypatch) -> No
             task.cancel()
         await stage.prefill[0].until(lambda server: server.aborted == 2)
         assert stage.prefill[0].open == 1
+        assert caplog.text.count("an offer may stand until its ttl") == 2
 
 
 async def test_bodies_of_clients_that_are_gone_have_a_bound_until_their_prefills_have_ended(monkeypatch) -> None:
