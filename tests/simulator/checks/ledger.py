@@ -4,7 +4,7 @@ A worker that is told that blocks are its own again writes over them at once, so
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvd.client import events
 from kvd.client.events import Blocks
@@ -59,6 +59,8 @@ class Pulling:
     outcomes: int = 0
     spoilt: bool = False
     """Cancelled, its offer withdrawn, or given too little time: it may fail."""
+    comes_late: Callable[[], bool] = field(default=lambda: False)
+    """Whether its ticket came before its offer, whose engine has stood still since: a claim waits for so long only."""
 
 
 @dataclass(slots=True)
@@ -165,6 +167,7 @@ class Ledger:
         self.world.note(self.name, "ends", event.request, str(cause))
         calm = pulling.trouble == self.trouble + self.daemon.pauses and not pulling.spoilt
         calm = calm and not (cause == ErrorCode.OVERLOADED and Piece.SMALL_BOUNDS in self.world.pieces)
+        calm = calm and not (cause == ErrorCode.OFFER_GONE and pulling.comes_late())
         # It says so from its SIGTERM to its end, which the world's standstills put off.
         calm = calm and not (cause == ErrorCode.SHUTTING_DOWN and self.daemon.draining)
         since = pulling.began - _AFTERMATH

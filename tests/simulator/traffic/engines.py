@@ -82,6 +82,8 @@ class Sequence:
     """What its source had had when it was made."""
     grows: bool = False
     """Its offers grow while it is prefilled."""
+    early: bool = False
+    """Some of its tickets are on their way before their offers are made."""
     unopened: int = 0
     """Its offers that are yet to be made, and whose tickets are on their way already."""
     tickets: dict[int, str] = field(default_factory=dict)
@@ -95,6 +97,11 @@ class Sequence:
     def served(self) -> bool:
         """Whether every rank it was prefilled for has it."""
         return self.done.issuperset(self.target.workers)
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether its source has had a fault since it was made."""
+        return self.source.trouble != self.trouble
 
 
 def _secret(text: str) -> bytes:
@@ -217,6 +224,7 @@ class Router:
         secret = like[1] if like and not early else _secret(f"{sequence.name} {worker.process.name}")
         if not early:
             sequence.offered[rank] = (blocks, secret)
+        sequence.early |= early
         sequence.unopened += early
 
         def opened() -> None:
@@ -306,8 +314,9 @@ class Router:
             began=sequence.began,
             concerned=(worker.daemon.name, *sources),
             trouble=worker.trouble + worker.daemon.pauses,
-            spoilt=not sequence.calm or (sequence.brief and sequence.source.trouble != sequence.trouble),
+            spoilt=not sequence.calm or (sequence.brief and sequence.disturbed),
             brief=sequence.brief,
+            comes_late=lambda: sequence.early and sequence.disturbed,
             sent=self.world.loop.now,
             void=void,
             stale=void
