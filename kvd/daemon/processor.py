@@ -17,6 +17,8 @@ from kvd.protocol.status import ProcessorStatus
 
 _TASKS: Final = Path("/proc/self/task")
 _LOOK_SECONDS: Final = 1.0
+_FRESH_SECONDS: Final = 0.05
+"""How old the last look may be when something was late: thousands of pulls may fail at one moment."""
 _NANOSECOND: Final = 1e-9
 _TRANSPORT: Final = "transport"
 _OTHER: Final = "other"
@@ -47,12 +49,15 @@ class ProcessorWait:
 
     def look(self) -> None:
         """Looks now and once a second from then on."""
+        self._look()
+        self._loop.call_later(_LOOK_SECONDS, self.look)
+
+    def _look(self) -> None:
         now = self._loop.time()
         self._count()
         self._past.append((now, self._sum.copy()))
         while len(self._past) > 1 and self._past[1][0] <= now - limits.STARVED_WINDOW_SECONDS:
             self._past.popleft()
-        self._loop.call_later(_LOOK_SECONDS, self.look)
 
     def status(self, seconds: float = limits.STARVED_WINDOW_SECONDS) -> ProcessorStatus:
         """Of the last `seconds` and up to `_LOOK_SECONDS` more, as far as it remembers, as of the last look."""
@@ -62,7 +67,12 @@ class ProcessorWait:
         return ProcessorStatus(round(ended - began, 3), waited)
 
     def starved(self, seconds: float) -> str:
-        """What to say of something that was late in the last `seconds`: how long was waited, if that was long."""
+        """What to say of something that was late in the last `seconds`: how long was waited, if that was long.
+
+        Its deadline may be the first that the loop comes to after a wait, before it looks again.
+        """
+        if self._loop.time() - self._past[-1][0] >= _FRESH_SECONDS:
+            self._look()
         status = self.status(seconds)
         return f"{status.text} (this daemon's)" if status.starved else ""
 

@@ -115,6 +115,18 @@ def test_what_was_late_is_told_the_waits_of_its_own_time_and_only_long_ones(kern
     assert wait.starved(5.0) == ""
 
 
+def test_what_is_late_by_a_wait_that_has_just_ended_is_told_of_it(kernel: Kernel) -> None:
+    kernel.waits(1, 0.0)
+    wait = ProcessorWait(kernel.loop, kernel.metrics, kernel.folder)
+    kernel.passes(5.25)
+    kernel.waits(1, 0.5)
+    kernel.passes(0.5)
+    assert "other 0.5 s" in wait.starved(0.5)
+    assert kernel.total("other") == 0.5
+    kernel.passes(5.0)
+    assert kernel.total("other") == 0.5, "it is counted once"
+
+
 def test_a_kernel_that_does_not_count_leaves_nothing_to_say(kernel: Kernel) -> None:
     (kernel.folder / "1").mkdir()
     wait = ProcessorWait(kernel.loop, kernel.metrics, kernel.folder)
