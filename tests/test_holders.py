@@ -1,4 +1,5 @@
 import asyncio
+import fcntl
 import os
 import socket
 import subprocess
@@ -178,3 +179,13 @@ def test_a_lock_that_is_refused_anyway_is_not_waited_for(tmp_path: Path) -> None
     os.chown(f"{path}.lock", 12345, -1)
     assert not Lock(path).taken()
     lock.release()
+
+
+def test_a_lock_that_another_start_only_looks_at_is_had_a_moment_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d.sock.lock").touch()  # as a daemon leaves it that was killed
+    with open(tmp_path / "d.sock.lock") as looked_at:
+        fcntl.flock(looked_at, fcntl.LOCK_SH)
+        monkeypatch.setattr("kvd.net.lock.time.sleep", lambda _seconds: fcntl.flock(looked_at, fcntl.LOCK_UN))
+        PathLock(str(tmp_path / "d.sock")).release()

@@ -4,10 +4,16 @@ import contextlib
 import fcntl
 import os
 import stat
+import time
 from dataclasses import dataclass
+from typing import Final
 
 from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.protocol.address import LOCK
+
+_MOMENT_SECONDS: Final = 0.1
+_AGAIN_SECONDS: Final = 0.001
+"""How long a lock may be taken by those that only look whether it is (`Lock.taken`), and how often to try it then."""
 
 
 class PathLock:
@@ -54,6 +60,7 @@ class PathLock:
         self._descriptor = -1
 
     def _acquire(self, path: str) -> int:
+        deadline = time.monotonic() + _MOMENT_SECONDS
         while True:
             with contextlib.suppress(FileNotFoundError):
                 # Before the kernel refuses to open it, or shows that its owner has locked it.
@@ -73,6 +80,9 @@ class PathLock:
                 raise
             except BlockingIOError as error:
                 os.close(descriptor)
+                if time.monotonic() < deadline:
+                    time.sleep(_AGAIN_SECONDS)
+                    continue
                 raise refusal(
                     ErrorCode.BAD_CONFIG, f"another kvd serves {path}: stop it, or choose another socket path"
                 ) from error
