@@ -142,7 +142,7 @@ class GatewayActor(Actor):
             case Cancel():
                 run(self._scheduler.cancel, worker, request)
             case StatusRequest():
-                self._admission.take_status(session.connection)
+                self._admission.take_status(session.uid, session.connection)
                 self._sessions.answer(worker, self._status(request.call))
 
     def _check_new(self, request: Pull | Offer, session: Session) -> None:

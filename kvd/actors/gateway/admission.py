@@ -164,16 +164,14 @@ class Admission:
         return quota
 
     def inquire(self, uid: int) -> None:
-        """Counts a status request of a session without a pool.
+        """Counts a status request of a session without a pool, or of a user for whom no room is kept.
 
         Raises:
             Unavailable: `OVERLOADED`, this user's sessions ask too often.
 
         """
         if not self._inquiries.take(uid, self._loop.time()):
-            text = (
-                f"user {uid} asks for more than {_INQUIRIES.per_second:g} statuses a second without a pool; slow down"
-            )
+            text = f"user {uid} asks for more than {_INQUIRIES.per_second:g} statuses a second; slow down"
             raise refusal(ErrorCode.OVERLOADED, text)
 
     def ends_for(self, uid: int) -> int | None:
@@ -197,14 +195,18 @@ class Admission:
             text = f"more than {_REQUESTS.per_second:g} offers and pulls a second from this worker; slow down"
             raise refusal(ErrorCode.OVERLOADED, text)
 
-    def take_status(self, connection: int) -> None:
-        """Counts a status.
+    def take_status(self, uid: int, connection: int) -> None:
+        """Counts a status request of a session with a pool.
+
+        A user may have many of these, and each status takes longer the more pools there are.
 
         Raises:
             Unavailable: `OVERLOADED`, they come too often.
 
         """
-        if not self._allowances[connection].statuses.take(self._loop.time()):
+        if not self._policy.is_privileged(uid):
+            self.inquire(uid)
+        elif not self._allowances[connection].statuses.take(self._loop.time()):
             text = f"more than {_STATUSES.per_second:g} statuses a second; read kvd's metrics instead"
             raise refusal(ErrorCode.OVERLOADED, text)
 

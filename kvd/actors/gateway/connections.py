@@ -204,7 +204,7 @@ class Connections(Component):
 
     def _request_status(self, request: int, connection: Connection) -> None:
         if connection.worker:
-            self._admission.take_status(connection.number)
+            self._admission.take_status(connection.uid, connection.number)
         else:
             self._admission.inquire(connection.uid)
         self._port.send_session(connection.number, codec.encode(self._status(request)))

@@ -259,6 +259,27 @@ def test_sessions_without_a_pool_share_their_users_statuses():
     assert isinstance(lone.heard(calm)[0], Status)
 
 
+@pytest.mark.parametrize("socket", ["session", "requests"])
+def test_sessions_with_a_pool_share_their_users_statuses_too(socket):
+    lone = Lone((Rule(pools=("*",), uid=STRANGER),))
+    numbers = [lone.connect(STRANGER) for _ in range(10)]
+    sessions = [lone.attach(number, f"w{number}").session for number in numbers]
+    for _ in range(100):
+        for number, session in zip(numbers, sessions, strict=True):
+            if socket == "session":
+                lone.session_frame(number, encode(StatusRequest(1)))
+            else:
+                lone.say(session, encode(StatusRequest(1)), STRANGER)
+    answers = [answer for whom in (numbers if socket == "session" else sessions) for answer in lone.heard(whom)]
+    codes = [getattr(answer, "code", "") for answer in answers]
+    assert len(codes) == 1000
+    assert sum(isinstance(answer, Status) for answer in answers) <= 3 * limits.MAX_INQUIRIES_PER_SECOND
+    assert codes.count("overloaded") >= 1000 - 3 * limits.MAX_INQUIRIES_PER_SECOND
+    calm = lone.worker("calm")
+    lone.say(calm, encode(StatusRequest(1)))
+    assert isinstance(lone.heard(calm)[0], Status)
+
+
 def test_a_successor_is_held_against_the_quota_and_its_predecessors_pool_is_kept():
     lone = Lone((Rule(pools=("*",), uid=STRANGER, max_bytes=4096),))
     small, large = flat_spec(16, 16).encode(), flat_spec(16, 1 << 20).encode()
