@@ -7,7 +7,7 @@ import pwd
 import socket
 import stat
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from glob import glob
 from typing import Final
 
 from kvd.doctor import Finding, Level
@@ -92,22 +92,26 @@ def _check_mode(path: str, found: os.stat_result) -> Finding:
 
 def _check_sharing(path: str, listener: Credentials) -> list[Finding]:
     """Looks for daemons of the same user, in the socket's folder and beside it."""
-    own = Path(path).resolve()
-    found = (*own.parent.glob(f"*{POOLS}"), *own.parent.parent.glob(f"*/*{POOLS}"))
-    places = {place.resolve() for place in found} - {Path(f"{own}{POOLS}")}
-    others = sorted(str(place) for place in places if _serves(place, listener.uid))
+    own = os.path.realpath(path)
+    folder = os.path.dirname(own)
+    beside = os.path.dirname(folder)
+    # Both may be folders to which everybody writes: what is odd there is passed over.
+    found = [f"{folder}/{name}" for name in glob(f"*{POOLS}", root_dir=folder, include_hidden=True)]
+    found += [f"{beside}/{name}" for name in glob(f"*/*{POOLS}", root_dir=beside, include_hidden=True)]
+    places = {os.path.realpath(place) for place in found} - {f"{own}{POOLS}"}
+    others = sorted(place for place in places if _serves(place, listener.uid))
     if not others:
         return []
     text = f"user {listener.uid} also runs the daemon at {', '.join(others)}: what a daemon lends to another of its "
     return [Finding("daemon", Level.NOTE, f"{text}user for reading, that one may write to", _SAME_USER)]
 
 
-def _serves(place: Path, uid: int) -> bool:
+def _serves(place: str, uid: int) -> bool:
     """Whether a process of this user, in our eyes, listens there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         with contextlib.suppress(OSError):
-            probe.connect(str(place))
+            probe.connect(place)
             return credentials(probe).uid == uid
     return False
 

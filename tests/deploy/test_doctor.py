@@ -184,6 +184,24 @@ def test_a_path_that_is_no_socket_is_broken(tmp_path: Path) -> None:
     assert "not a socket" in mode.text
 
 
+def test_what_another_user_lays_beside_the_sockets_hides_no_daemon_that_shares_a_user(
+    tmp_path: Path, fleet: Fleet
+) -> None:
+    one, other = fleet.daemon("one"), fleet.daemon("other")
+    other.serving()
+    one.serving()
+    beside = Path(one.socket).parent.parent / f"{tmp_path.name}-odd"
+    beside.mkdir()
+    try:
+        (beside / "loop.pools").symlink_to("loop.pools")
+        (Path(one.socket).parent / "loop.pools").symlink_to(beside / "loop.pools")
+        (note,) = [finding for finding in check_daemon(str(one.socket), PATIENCE) if "may write to" in finding.text]
+        assert f"{other.socket}.pools" in note.text
+    finally:
+        (beside / "loop.pools").unlink()
+        beside.rmdir()
+
+
 def test_daemons_that_share_a_user_are_named_with_what_that_means(fleet: Fleet) -> None:
     one, other = fleet.daemon("one"), fleet.daemon("other")
     other.serving()
