@@ -1,5 +1,6 @@
 """The control groups of this process: what its container, its unit or its session may use of the host."""
 
+import os
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -25,13 +26,19 @@ def folders(controller: str = "", own: Path = OWN, root: Path = ROOT) -> list[Pa
 
     Of version 2, or of version 1's `controller`, which has a tree of its own.
     """
-    for line in own.read_text().splitlines():
+    # Names are any bytes but a newline, also what Python takes for the end of a line.
+    for line in os.fsdecode(own.read_bytes()).removesuffix("\n").split("\n"):
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             top = root / controller
             inner = top / path.lstrip("/")
             return [folder for folder in (inner, *inner.parents) if folder.is_relative_to(top) and folder.is_dir()]
     return []
+
+
+def shown(folder: Path) -> str:
+    """A cgroup's folder for people, and for messages: what is not to be printed is replaced."""
+    return "".join(each if each.isprintable() else "?" for each in str(folder))
 
 
 def memory_limits(own: Path = OWN, root: Path = ROOT) -> list[MemoryLimit]:

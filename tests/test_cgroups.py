@@ -1,10 +1,11 @@
 """What control groups of both versions say about processors, made of files."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from kvd.cgroups import ProcessorGroup, Quota, processor_group, quotas
+from kvd.cgroups import ProcessorGroup, Quota, memory_limits, processor_group, quotas, shown
 
 
 def write(folder: Path, **files: str) -> None:
@@ -55,3 +56,16 @@ def test_quotas_of_version_1_are_told_in_the_same_way(tmp_path: Path, own: Path)
     stat = "nr_periods 7\nnr_throttled 4\nthrottled_time 2500000000"
     write(tmp_path / "cpu/pods", cpu_cfs_quota_us="50000", cpu_cfs_period_us="100000", cpu_stat=stat)
     assert quotas(own, tmp_path) == [Quota(tmp_path / "cpu/pods", 0.5, 4, 2.5)]
+
+
+@pytest.mark.parametrize("name", [b"a\rb", b"a\x0bb", "a\u2028b".encode(), b"a\xff\x1b[2Jb", b"a b:c (deleted)"])
+def test_groups_of_any_name_are_read_and_shown_as_text(tmp_path: Path, own: Path, name: bytes) -> None:
+    folder = tmp_path / os.fsdecode(name)
+    write(folder, cpu_weight="50", cpu_max="50000 100000", **{"memory.max": "100", "memory.current": "40"})
+    write(folder, **{"memory.stat": "inactive_file 1\nactive_file 2"})
+    own.write_bytes(b"9:name=systemd:/" + name + b"\n4:memory:/" + name + b"\n0::/" + name + b"\n")
+    assert processor_group(own, tmp_path) == ProcessorGroup(folder, 50)
+    assert quotas(own, tmp_path) == [Quota(folder, 0.5, 0, 0.0)]
+    assert memory_limits(own, tmp_path)[0].free == 63
+    assert shown(folder).isprintable()
+    shown(folder).encode()

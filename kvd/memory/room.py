@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from kvd import limits
-from kvd.cgroups import memory_limits
+from kvd.cgroups import memory_limits, shown
 from kvd.errors import NoMemory
 
 _PAGE_TABLES: Final = 512
@@ -29,7 +29,7 @@ def available() -> Available:
     found = [Available(_host_bytes(), "on this host")]
     for limit in memory_limits():
         left = max(0, limit.free - limits.DAEMON_BYTES)
-        found.append(Available(left, f"below the limit of {limit.limit} of the cgroup {limit.folder}"))
+        found.append(Available(left, f"below the limit of {limit.limit} of the cgroup {shown(limit.folder)}"))
     return min(found)
 
 
