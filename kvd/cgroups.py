@@ -36,11 +36,6 @@ def folders(controller: str = "", own: Path = OWN, root: Path = ROOT) -> list[Pa
     return []
 
 
-def shown(folder: Path) -> str:
-    """A cgroup's folder for people, and for messages: what is not to be printed is replaced."""
-    return "".join(each if each.isprintable() else "?" for each in str(folder))
-
-
 def memory_limits(own: Path = OWN, root: Path = ROOT) -> list[MemoryLimit]:
     """The limits on this process's memory, of its cgroup and of those above it."""
     found = []

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from kvd import limits
+from kvd.units import printable
 
 _PROC: Final = Path("/proc")
 _LISTENING: Final = "0A"
@@ -170,5 +171,5 @@ def _command(process: Path) -> str:
         words = (process / "cmdline").read_bytes().replace(b"\0", b" ").strip() or (process / "comm").read_bytes()
     except OSError:
         return "gone meanwhile"
-    text = "".join(each if each.isprintable() else "?" for each in words.decode(errors="replace").strip())
+    text = printable(words.decode(errors="replace").strip())
     return text if len(text) <= _COMMAND_CHARACTERS else f"{text[:_COMMAND_CHARACTERS]}..."

@@ -1,4 +1,4 @@
-"""Quantities for people."""
+"""Quantities, and texts of others, for people."""
 
 
 def size(count: float) -> str:
@@ -9,3 +9,8 @@ def size(count: float) -> str:
             break
         count, unit = count / 1024, larger
     return f"{count:.3g} {unit}"
+
+
+def printable(text: str) -> str:
+    """A text of others on one line: what would move a terminal's cursor, or is no text, is replaced."""
+    return "".join(each if each.isprintable() else "?" for each in text)

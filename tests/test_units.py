@@ -1,7 +1,7 @@
 import pytest
 
 from kvd.limits import GIB, KIB, MIB
-from kvd.units import size
+from kvd.units import printable, size
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,9 @@ from kvd.units import size
 )
 def test_sizes_have_three_digits_and_no_exponent(count: float, text: str) -> None:
     assert size(count) == text
+
+
+def test_a_text_of_others_is_one_line_that_moves_no_cursor() -> None:
+    assert printable("größe 1 GiB") == "größe 1 GiB"
+    assert printable("no\x1b[2J\r\nok\x9b\u2028\udcff") == "no?[2J??ok???"
+    printable("\udcff").encode()

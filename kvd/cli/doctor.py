@@ -19,6 +19,7 @@ from kvd.doctor.gpus import check_gpus
 from kvd.doctor.host import check_huge_pages, check_memlock, check_rdma
 from kvd.doctor.loopback import check_transfer
 from kvd.doctor.samehost import check_copy
+from kvd.units import printable
 
 _TRANSFER_SECONDS = 60.0
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.SLOW: "yellow", Level.BROKEN: "red"}
@@ -58,11 +59,16 @@ def _findings(args: argparse.Namespace) -> Iterator[Finding]:
         yield from check_transfer(_TRANSFER_SECONDS)
 
 
+def _shown(text: str) -> str:
+    """For a terminal: peers and other processes have a say in it."""
+    return escape(printable(text))
+
+
 def _view(findings: list[Finding]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
         style = _STYLES[finding.level]
-        table.add_row(f"[{style}]{finding.level.value}[/]", f"[bold]{escape(finding.subject)}[/]", escape(finding.text))
+        table.add_row(f"[{style}]{finding.level.value}[/]", f"[bold]{_shown(finding.subject)}[/]", _shown(finding.text))
         if finding.fix:
-            table.add_row("", "", f"[dim]fix: {escape(finding.fix)}[/]")
+            table.add_row("", "", f"[dim]fix: {_shown(finding.fix)}[/]")
     return table

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvd.protocol.status import PeerStatus, StatusReport
 from kvd.transport.path import Kind, kind_of
-from kvd.units import size
+from kvd.units import printable, size
 
 
 def status_view(status: StatusReport) -> RenderableType:
@@ -27,7 +27,7 @@ def headline(status: StatusReport) -> Text:
         f"\npeers at {status.address}   metrics at http://{status.http}/metrics",
     )
     for name, reason in sorted(status.not_ready.items()):
-        text.append(f"\n{name}: {reason}", style="red")
+        text.append(f"\n{printable(name)}: {printable(reason)}", style="red")
     return text
 
 
@@ -36,6 +36,11 @@ def tables(status: StatusReport) -> Iterable[RenderableType]:
     yield _pools(status)
     yield _peers(status.handshake)
     yield _counts(status)
+
+
+def _shown(text: str) -> str:
+    """For a terminal: peers have a say in it."""
+    return escape(printable(text))
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -52,7 +57,7 @@ def _pools(status: StatusReport) -> Table:
         busy = status.scheduler.busy_blocks.get(pool.worker, 0)
         kept = log.kept if log else 0
         memory = f"{pool.backing or '-'} {pool.device[:12]}".rstrip()  # the first eight digits of the UUID
-        table.add_row(escape(pool.worker), size(pool.bytes), memory, pool.state, str(busy), str(kept))
+        table.add_row(_shown(pool.worker), size(pool.bytes), memory, pool.state, str(busy), str(kept))
     return table
 
 
@@ -64,12 +69,12 @@ def _peers(peers: list[PeerStatus]) -> Table:
         state = peer.state if peer.state in ("ready", "refreshing") else f"[yellow]{peer.state}[/]"
         path = f"[{style}]{kind.value}{' (slow)' if peer.slow else ''}[/]"
         heard = f"{peer.silent_seconds:.1f} s ago"
-        table.add_row(escape(peer.daemon or "?"), escape(peer.address), state, path, escape(peer.path or "-"), heard)
+        table.add_row(_shown(peer.daemon or "?"), _shown(peer.address), state, path, _shown(peer.path or "-"), heard)
         if peer.unreached_seconds is not None:
             text = f"its memory has not been reached for {peer.unreached_seconds:.0f} s: {peer.last_loss}"
-            table.add_row("", "", "", f"[red]{escape(text)}[/]")
+            table.add_row("", "", "", f"[red]{_shown(text)}[/]")
         elif note := peer.slow or (peer.last_loss if peer.state not in ("ready", "refreshing") else ""):
-            table.add_row("", "", "", f"[red]{escape(note)}[/]")
+            table.add_row("", "", "", f"[red]{_shown(note)}[/]")
     return table
 
 
@@ -90,7 +95,7 @@ def _counts(status: StatusReport) -> Table:
     processor = status.processor
     if processor.waited:
         style = "red" if processor.starved else "default"
-        table.add_row("[bold]processor[/]", f"[{style}]{escape(processor.text)}[/]")
+        table.add_row("[bold]processor[/]", f"[{style}]{_shown(processor.text)}[/]")
     ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(totals.pulls.items())) or "none"
     table.add_row("[bold]so far[/]", f"{ended}; {size(totals.read_bytes)} in {totals.read_descriptors} descriptors")
     return table

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from kvd import limits
-from kvd.cgroups import memory_limits, shown
+from kvd.cgroups import memory_limits
 from kvd.errors import NoMemory
+from kvd.units import printable
 
 _PAGE_TABLES: Final = 512
 """The part of a mapping that the kernel takes for its page tables: 8 bytes for each page of 4 KiB."""
@@ -29,7 +30,7 @@ def available() -> Available:
     found = [Available(_host_bytes(), "on this host")]
     for limit in memory_limits():
         left = max(0, limit.free - limits.DAEMON_BYTES)
-        found.append(Available(left, f"below the limit of {limit.limit} of the cgroup {shown(limit.folder)}"))
+        found.append(Available(left, f"below the limit of {limit.limit} of the cgroup {printable(str(limit.folder))}"))
     return min(found)
 
 

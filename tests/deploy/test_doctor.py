@@ -1,18 +1,22 @@
 """Single checks of the doctor, on hosts made of files."""
 
+import io
 import os
 import re
 import resource
 from pathlib import Path
 
 import pytest
+from rich.console import Console, RenderableType
 
+from kvd.cli.doctor import _view
+from kvd.cli.status_view import _peers
 from kvd.doctor import Finding, Level, loopback, samehost
 from kvd.doctor.daemon import check_daemon
 from kvd.doctor.host import check_huge_pages, check_memlock, check_rdma
 from kvd.doctor.processor import check_groups, check_wait
 from kvd.doctor.samehost import check_copy
-from kvd.protocol.status import ProcessorStatus
+from kvd.protocol.status import PeerStatus, ProcessorStatus
 from tests.support.fleet import Fleet
 from tests.support.patience import PATIENCE
 
@@ -212,3 +216,17 @@ def test_daemons_that_share_a_user_are_named_with_what_that_means(fleet: Fleet) 
     assert f"{other.socket}.pools" in note.text  # and those of other tests, whose folders lie beside this one's
     other.kill()  # its socket stays
     assert not [finding for finding in check_daemon(str(one.socket), PATIENCE) if "may write to" in finding.text]
+
+
+@pytest.mark.parametrize("command", ["doctor", "status"])
+def test_what_a_peer_says_neither_moves_the_terminals_cursor_nor_makes_lines(command: str) -> None:
+    words = "no\x1b[2J\x1b]0;x\x07\r\nok    daemon  all is well"
+    if command == "doctor":
+        view: RenderableType = _view([Finding(f"peer {words}", Level.BROKEN, words, words)])
+    else:
+        view = _peers([PeerStatus("ipc:///a.peers", words, "greeting", 1.0, last_loss=words)])
+    out = io.StringIO()
+    Console(file=out, highlight=False, width=400).print(view)
+    assert "all is well" in out.getvalue()
+    assert all(line.isprintable() for line in out.getvalue().split("\n"))
+    assert not [line for line in out.getvalue().split("\n") if line.lstrip().startswith("ok ")]
