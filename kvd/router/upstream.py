@@ -167,19 +167,17 @@ class Upstream:
         self._probe = aiohttp.ClientTimeout(total=limits.PROBE_SECONDS)
 
     async def __aenter__(self) -> "Upstream":
-        self._session = aiohttp.ClientSession(
-            # What is in flight, and the releases, bound the connections.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=limits.KEEP_SECONDS, socket_factory=_socket),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            read_bufsize=limits.CHUNK_BYTES,
-            max_field_size=limits.ANSWER_HEADER_BYTES,
-            headers={"Accept-Encoding": "identity"},
+        # What is in flight, and the releases, bound the connections.
+        self._session = _session(
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=limits.KEEP_SECONDS, socket_factory=_socket)
         )
+        self._again = _session(aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket))
+        """For what is sent again: each request on a connection of its own."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
+        await self._again.close()
 
     @contextlib.asynccontextmanager
     async def post(
@@ -225,12 +223,16 @@ class Upstream:
     async def _posted(
         self, url: str, body: bytes, headers: Mapping[str, str], sent: Sent, timing: aiohttp.ClientTimeout
     ) -> aiohttp.ClientResponse:
-        """The answer's head. What a kept connection that the server closes just then has swallowed is sent again."""
+        """The answer's head. What a kept connection that the server closes just then has swallowed is sent again.
+
+        Once, and not on another one that was kept: a server may have closed it for this request.
+        """
+        session = self._session
         while True:
             sent.reused = True
             _sending.set(sent)
             try:
-                response = await self._session.post(
+                response = await session.post(
                     url,
                     data=body if len(body) <= limits.LARGE_BYTES else io.BytesIO(body),  # piece by piece
                     headers=headers,
@@ -244,6 +246,7 @@ class Upstream:
                 closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
                 if not (closed and sent.reused):
                     raise
+                session = self._again
             else:
                 sent.whole = True
                 return response
@@ -304,6 +307,17 @@ class Upstream:
                 return answer.status, await answer.read(limits.PROBE_BYTES)
         except _FAILURES as error:
             raise _failure(server, error) from error
+
+
+def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        read_bufsize=limits.CHUNK_BYTES,
+        max_field_size=limits.ANSWER_HEADER_BYTES,
+        headers={"Accept-Encoding": "identity"},
+    )
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

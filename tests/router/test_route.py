@@ -173,11 +173,29 @@ async def test_what_a_kept_connection_swallows_as_it_is_closed_is_sent_again_to_
         return answer
 
     async with routed([once(prefilled)], [once(decoded)]) as stage:
-        for _ in range(4):
+        for _ in range(4):  # what is sent again has a connection of its own, which is not kept
             assert (await stage.ask())[0] == 200
-        assert len(stage.prefill[0].bodies) == len(stage.decode[0].bodies) == 1 + 3 * 2
+        assert len(stage.prefill[0].bodies) == len(stage.decode[0].bodies) == 1 + 2 + 1 + 2
         for role, server in (("prefill", stage.prefill[0]), ("decode", stage.decode[0])):
             assert await stage.metric(f'kvd_router_server_failures_total{{role="{role}",server="{server.url}"}}') == 0
+
+
+async def test_a_request_for_which_a_server_closes_its_connection_is_sent_there_twice_however_many_are_kept() -> None:
+    kept = asyncio.Event()
+
+    async def answer(server, request, body):
+        if body["prompt"] == "bad":
+            return await vanishing(server, request, body)
+        if server.open == 20:
+            kept.set()
+        await kept.wait()
+        return await prefilled(server, request, body)
+
+    async with routed([answer], [decoded]) as stage:
+        await asyncio.gather(*(stage.ask() for _ in range(20)))
+        status, error = await stage.error(prompt="bad")
+        assert (status, error["code"]) == (502, "peer_lost")
+        assert sum(body["prompt"] == "bad" for body in stage.prefill[0].bodies) == 2
 
 
 async def test_an_offer_that_no_decode_server_has_seen_is_taken_by_another_one() -> None:
