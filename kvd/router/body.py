@@ -290,3 +290,5 @@ class Request:
     headers: Mapping[str, str]
     arrived: float
     """Monotonic time."""
+    client: str = ""
+    """Whose it is, by its address."""

@@ -21,6 +21,7 @@ from kvd.router.body import Request, new_room
 from kvd.router.engines import Prefilled
 from kvd.router.metrics import Metrics
 from kvd.router.servers import Server, Servers
+from kvd.router.shares import Shares
 from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class Cleanup:
         self._upstream = upstream
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
-        self._bytes = 0
+        self._requests = Shares()
+        self._bytes = Shares()
         """Of the bodies of their requests, which no client has in flight any more."""
 
     def leave(self, request: Request, prefill: asyncio.Task[Prefilled | Whole], attempts: Attempts) -> None:
@@ -59,22 +61,28 @@ class Cleanup:
         await asyncio.gather(*self._tasks)
 
     def _has_room(self, request: Request) -> bool:
-        kept = self._bytes + request.body.size
-        if len(self._tasks) < limits.CLEANUPS and kept <= limits.CLEANUP_BYTES:
+        client, size = request.client, request.body.size
+        room = self._requests.total < limits.CLEANUPS and self._requests.of(client) < limits.CLIENT_CLEANUPS
+        room = room and self._bytes.total + size <= limits.CLEANUP_BYTES
+        if room and self._bytes.of(client) + size <= limits.CLIENT_CLEANUP_BYTES:
             return True
-        text = "an offer may stand until its ttl: what %d others of %d bytes have left is being ended"
-        logger.warning(text, len(self._tasks), self._bytes)
+        text = "an offer may stand until its ttl: what %d others of %d bytes have left is being ended, %d of them of %s"
+        logger.warning(text, self._requests.total, self._bytes.total, self._requests.of(client), client)
         return False
 
     def _start(self, request: Request, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        self._bytes += request.body.size
-        task.add_done_callback(partial(self._ended, request.body.size))
+        self._count(request, 1)
+        task.add_done_callback(partial(self._ended, request))
 
-    def _ended(self, size: int, task: asyncio.Task[None]) -> None:
+    def _ended(self, request: Request, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._bytes -= size
+        self._count(request, -1)
+
+    def _count(self, request: Request, more: int) -> None:
+        self._requests.add(request.client, more)
+        self._bytes.add(request.client, more * request.body.size)
 
     async def _left(self, request: Request, prefill: asyncio.Task[Prefilled | Whole], attempts: Attempts) -> None:
         try:

@@ -117,12 +117,18 @@ PREFIXES_PER_REQUEST: Final = 64
 FIRST_PREFIX_BYTES: Final = 256
 """The shortest beginning of a prompt without messages, as JSON; the next ones are each twice as long."""
 
-CLEANUPS: Final = 64
+CLEANUPS: Final = 128
 """Requests of clients that are gone whose prefill is left to end, or whose offer is released, at a time. Beyond it
 prefills are aborted, and offers end by the prefill engine's `offer_ttl`."""
 
-CLEANUP_BYTES: Final = 64 * MIB
+CLIENT_CLEANUPS: Final = CLEANUPS // 2
+"""Those of one client's address: who leaves again and again would take the place of all others."""
+
+CLEANUP_BYTES: Final = 128 * MIB
 """The bodies of those requests, which are kept; with what is made of them about three times that."""
+
+CLIENT_CLEANUP_BYTES: Final = CLEANUP_BYTES // 2
+"""Those of one client's address."""
 
 LEAVE_SECONDS: Final = 2.0
 """How long a prefill may go on when its client is gone, before it is aborted: most end sooner, and then their offer can

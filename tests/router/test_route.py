@@ -820,10 +820,34 @@ async def test_bodies_of_clients_that_are_gone_have_a_bound_until_their_prefills
         for task in asking:
             task.cancel()
         await stage.prefill[0].until(lambda server: server.aborted == 1)
-        assert 2000 < stage.server._router._cleanup._bytes < 3000
+        assert 2000 < stage.server._router._cleanup._bytes.total < 3000
         gone.set()
         await stage.server._router.close()
-        assert stage.server._router._cleanup._bytes == 0
+        assert stage.server._router._cleanup._bytes.total == 0
+
+
+@pytest.mark.parametrize(("bound", "most"), [("CLIENT_CLEANUPS", 1), ("CLIENT_CLEANUP_BYTES", 3000)])
+async def test_a_client_that_leaves_again_and_again_takes_no_place_of_others(monkeypatch, bound, most) -> None:
+    monkeypatch.setattr(limits, bound, most)
+    monkeypatch.setattr(limits, "LEAVE_SECONDS", 600.0)
+    gone = asyncio.Event()
+    async with routed([_prefilled_after(gone)], [decoded]) as stage:
+        data = json.dumps(BODY | {"prompt": "x" * 2000})
+        other = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
+        async with aiohttp.ClientSession(connector=other) as session:
+            asking = [asyncio.create_task(session.post(stage.url + PATH, data=data)) for _ in range(3)]
+            await stage.prefill[0].until(lambda server: server.open == 3)
+            for task in asking:
+                task.cancel()
+            await stage.prefill[0].until(lambda server: server.aborted == 2)
+        asking = [asyncio.create_task(stage.ask())]
+        await stage.prefill[0].until(lambda server: server.open == 2)
+        asking[0].cancel()
+        await stage.server._intake.idle.wait()
+        gone.set()
+        await stage.server._router.close()
+        assert [len(body["prompt"]) for body in stage.decode[0].releases] == [2000, len(BODY["prompt"])]
+        assert not stage.server._router._cleanup._requests._of
 
 
 class _Never:

@@ -65,16 +65,17 @@ class Completions:
         with self._intake.room(connection.client) as room:
             data = await room.read(request)
             with self._connections.serving(connection):
-                await self._routed(request, await self._body(data), reply)
+                await self._routed(request, connection.client, await self._body(data), reply)
         assert reply.response is not None  # noqa: S101  # the router began it
         return reply.response
 
-    async def _routed(self, request: web.BaseRequest, body: Body, reply: Reply) -> None:
+    async def _routed(self, request: web.BaseRequest, client: str, body: Body, reply: Reply) -> None:
         headers = passed_on(request.headers)
         headers.setdefault(_REQUEST_ID, uuid.uuid4().hex)  # by which the logs of both servers name it
         try:
             async with asyncio.timeout(limits.REQUEST_SECONDS):
-                await self._router.answer(Request(request.path.rstrip("/"), body, headers, time.monotonic()), reply)
+                routed = Request(request.path.rstrip("/"), body, headers, time.monotonic(), client)
+                await self._router.answer(routed, reply)
         except TimeoutError as error:
             text = f"the request took longer than {limits.REQUEST_SECONDS:.0f} s"
             raise BrokenOff(ErrorCode.DEADLINE, text) from error
