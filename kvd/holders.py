@@ -19,6 +19,7 @@ from kvd import limits
 from kvd.units import printable
 
 _PROC: Final = Path("/proc")
+_NO_LISTENER: Final = "an ended connection or a socket that does not listen"
 _LISTENING: Final = "0A"
 _LOOK_SECONDS: Final = 0.05
 _COMMAND_CHARACTERS: Final = 120
@@ -117,8 +118,9 @@ async def wait_until_free(
 
 
 def holders(places: Sequence[Place]) -> list[str]:
-    """The processes that have each place, with their commands; `an unknown process` if /proc does not tell, and `an
-    ended connection` if it tells of none.
+    """The processes that have each place, with their commands.
+
+    `an unknown process` if /proc does not tell, and `_NO_LISTENER` if nobody listens at a port that is taken.
 
     It does not tell another user's, except root, nor those of other PID namespaces. It is read once for all places: a
     host may have millions of descriptors.
@@ -131,7 +133,7 @@ def holders(places: Sequence[Place]) -> list[str]:
             for each, processes in zip(links, found, strict=True):
                 if each & descriptors:
                     processes.append(f"pid {process.name} ({_command(process)})")
-    unknown = ["an unknown process" if each else "an ended connection" for each in links]
+    unknown = ["an unknown process" if each else _NO_LISTENER for each in links]
     return [" and ".join(processes) or other for processes, other in zip(found, unknown, strict=True)]
 
 

@@ -16,6 +16,7 @@ from tests.support.fleet import until
 from tests.support.patience import MOMENT
 from tests.support.ports import free_port
 
+NO_LISTENER = "an ended connection or a socket that does not listen"
 HOLD_A_LOCK = "import sys; from kvd.net.lock import PathLock; lock = PathLock(sys.argv[1]); print(flush=True); input()"
 HOLD_A_PORT = (
     "import socket, sys; held = socket.create_server(('127.0.0.1', int(sys.argv[1]))); print(flush=True); input()"
@@ -93,7 +94,7 @@ def test_all_that_is_taken_is_looked_for_in_one_pass_over_the_processes(
     with holding(HOLD_A_PORT, port) as one, holding(HOLD_A_LOCK, path) as other:
         first, none, last = holders([*Ports.of(f"127.0.0.1:{port}"), *Ports.of("127.0.0.1:1"), Lock(path)])
         assert first.startswith(f"pid {one.pid} (")
-        assert none == "an ended connection"
+        assert none == NO_LISTENER
         assert last.startswith(f"pid {other.pid} (")
         assert len(read) == len(set(read))
 
@@ -121,7 +122,7 @@ def test_what_ended_connections_had_is_waited_for_only_if_nothing_else_is_left()
     assert not Ports("127.0.0.1", port, port + 1, 2).taken()
     alone = Ports("127.0.0.1", port, port)
     assert alone.taken()
-    assert holders([alone]) == ["an ended connection"]
+    assert holders([alone]) == [NO_LISTENER]
 
 
 @pytest.mark.real
