@@ -290,5 +290,5 @@ class Request:
     headers: Mapping[str, str]
     arrived: float
     """Monotonic time."""
-    client: str = ""
+    client: str
     """Whose it is, by its address."""

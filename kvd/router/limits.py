@@ -165,7 +165,7 @@ PROBE_BYTES: Final = 4 * MIB
 as long, however often the router is asked."""
 
 LINES: Final = 20
-"""Log lines a minute from each place in the code: a traceback each makes 30 MB a day, however much clients send."""
+"""Log lines a minute from each place in the code: 2,000 characters each make 60 MB a day, however much clients send."""
 
 STOP_SECONDS: Final = 30.0
 """How long requests in flight may go on after SIGTERM."""
