@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from kvd.engines.kernels import Event
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder
@@ -18,6 +18,26 @@ class Cancel:
 
 
 Order: TypeAlias = HoldOrder | PullOrder | OfferOrder | Cancel
+
+_LONGEST_STEP: Final = 1.0
+"""Seconds."""
+
+
+class StepClock:
+    """The seconds that an engine has looked at its daemon, once a step: a longer step counts for `_LONGEST_STEP`.
+
+    Else an engine that stood still, or computed for long, would take that for its daemon's absence.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """A step begins or ends."""
+        looked = time.monotonic()
+        self.now += min(looked - self._looked, _LONGEST_STEP)
+        self._looked = looked
 
 
 @dataclass(slots=True)
@@ -34,7 +54,10 @@ class _Waiting:
 
 
 class Orders:
-    """Sends them in their order by `send_one`; one that cannot be sent, or not in time, goes to `give_up`."""
+    """Sends them in their order by `send_one`; one that cannot be sent, or not in time, goes to `give_up`.
+
+    Times are those of a `StepClock`.
+    """
 
     def __init__(self, send_one: Callable[[Order], None], give_up: Callable[[Order, KvdError], None]) -> None:
         self._send_one = send_one
@@ -61,7 +84,7 @@ class Orders:
             if waiting.order is order:
                 waiting.order, waiting.after = other, None
 
-    def send(self) -> None:
+    def send(self, now: float) -> None:
         """Sends what may leave, in order, up to the first that the daemon cannot take now."""
         trouble: Unavailable | None = None
         for waiting in tuple(self._queue):
@@ -74,7 +97,7 @@ class Orders:
                 self._send_one(order)
             except Unavailable as error:
                 trouble = error
-                if isinstance(order, Cancel) or time.monotonic() < waiting.until:
+                if isinstance(order, Cancel) or now < waiting.until:
                     continue
                 self._give_up(order, error)
             except KvdError as error:

@@ -8,8 +8,9 @@ An offer that is held for a request is held until the request's pull has ended, 
 
 No order that names blocks leaves before the kernels of the steps before it have ended (`kvd.engines.kernels`);
 holds and those that only let go overtake. While the daemon is away or takes no more, orders to it wait up to
-`PATIENCE_SECONDS`, then fail: an engine that was idle learns of a restarted daemon only with its next step. vLLM makes
-no steps for requests that it has ended, unless it is told that something is `unsent`.
+`PATIENCE_SECONDS` of the engine's steps, then fail: an engine that was idle or in a long step learns of a restarted
+daemon only with its next one. vLLM makes no steps for requests that it has ended, unless it is told that something is
+`unsent`.
 """
 
 import logging
@@ -41,13 +42,13 @@ from kvd.engines.vllm.metadata import (
     StepMetadata,
     TransferCounts,
 )
-from kvd.engines.vllm.orders import Cancel, Order, Orders
+from kvd.engines.vllm.orders import Cancel, Order, Orders, StepClock
 from kvd.errors import ErrorCode, KvdError
 from kvd.layout import CacheSpec
 from kvd.limits import MAX_PULL_TIMEOUT
 
 PATIENCE_SECONDS = 5.0
-"""A restart of the daemon takes one to two on a machine with little to do."""
+"""By `StepClock`. A restart of the daemon takes one to two on a machine with little to do."""
 
 _HELD_AGAIN = {ErrorCode.CANCELLED, ErrorCode.DAEMON_LOST, ErrorCode.PEER_LOST, ErrorCode.DEADLINE}
 """Why a hold may end although its offer stands: a session or a link was lost, the daemon is new, an hour is over."""
@@ -67,6 +68,7 @@ class WorkerSide:
         self._block_bytes = [group.block_bytes for group in spec.groups]
         self._offer_ttl = offer_ttl
         self._pull_timeout = pull_timeout
+        self._clock = StepClock()
         self._orders = Orders(self._send_one, self._give_up)
         self._pulls: dict[str, tuple[PullOrder, float]] = {}
         """Pulls that are sent, and when."""
@@ -84,6 +86,7 @@ class WorkerSide:
 
     def begin(self, metadata: StepMetadata) -> None:
         """A step begins: sends what the scheduler decided."""
+        self._clock.look()
         pulls = [self._refuse(pull) if pull.refused else pull for pull in metadata.pulls]
         for orders in (metadata.holds, [pull for pull in pulls if pull.ticket], metadata.offers):
             for order in orders:
@@ -92,7 +95,7 @@ class WorkerSide:
             self._cancel(pull)
         for offer in metadata.withdrawals:
             self._withdraw(offer)
-        self._growing.begin(metadata.growing, self._kernels.last, time.monotonic() + PATIENCE_SECONDS)
+        self._growing.begin(metadata.growing, self._kernels.last, self._until)
         if self._has_orders:
             self._take_in()  # the daemon may have gone while the engine idled; what is sent to it then is lost
             self._send()
@@ -100,10 +103,11 @@ class WorkerSide:
     def launched(self) -> None:
         """The step's kernels have been given to the GPU."""
         self._kernels.launched()
-        self._growing.launched(self._kernels.last, time.monotonic() + PATIENCE_SECONDS)
+        self._growing.launched(self._kernels.last, self._until)
 
     def end(self) -> Results:
         """A step ends: returns what happened meanwhile."""
+        self._clock.look()
         self._take_in()
         if self._has_orders:
             self._send()
@@ -129,8 +133,7 @@ class WorkerSide:
 
     def changed_unsent(self) -> bool | None:
         """Whether orders wait to be sent, for which vLLM is to make steps; None if that is as at the last call."""
-        now = time.monotonic()
-        unsent = self._orders.is_unsent(now) or self._growing.is_unsent(now)
+        unsent = self._orders.is_unsent(self._clock.now) or self._growing.is_unsent(self._clock.now)
         if unsent == self._told_unsent:
             return None
         self._told_unsent = unsent
@@ -153,17 +156,22 @@ class WorkerSide:
     # --- orders out --------------------------------------------------------------------------------------------------
 
     @property
+    def _until(self) -> float:
+        """How long what cannot be sent now may wait."""
+        return self._clock.now + PATIENCE_SECONDS
+
+    @property
     def _has_orders(self) -> bool:
         return bool(self._orders) or self._growing.is_due
 
     def _wait_to_send(self, order: Order) -> None:
         uses_blocks = isinstance(order, OfferOrder | PullOrder) and bool(order.blocks)
         after = self._kernels.last if uses_blocks else None
-        self._orders.put(order, time.monotonic() + PATIENCE_SECONDS, after)
+        self._orders.put(order, self._until, after)
 
     def _send(self) -> None:
-        self._growing.send(time.monotonic())
-        self._orders.send()
+        self._growing.send(self._clock.now)
+        self._orders.send(self._clock.now)
 
     def _send_one(self, order: Order) -> None:
         if isinstance(order, Cancel):
@@ -242,7 +250,7 @@ class WorkerSide:
                 case Failed(hold, code, text):
                     self._hold_ended(hold, code, text)
                 case Offered() | OfferRefused() | NotExtended() | Released() if event.offer in self._growing:
-                    self._growing.took(event, time.monotonic() + PATIENCE_SECONDS)
+                    self._growing.took(event, self._until)
                 case Released(offer, reason):
                     self._offer_ended(self._offers.pop(offer), reason)
                 case OfferRefused(offer, code, text):

@@ -7,9 +7,9 @@ import pytest
 from kvd.client import Blocks, NotExtended, Offered, OfferRefused, Released
 from kvd.engines.kernels import Kernels
 from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, GrowingOrder, OpenOrder, StepMetadata, WithdrawOrder
-from kvd.engines.vllm.worker import PATIENCE_SECONDS, WorkerSide
+from kvd.engines.vllm.worker import WorkerSide
 from kvd.errors import BadRequest, ErrorCode, Unavailable
-from tests.engines.vllm.test_vllm_worker import Client, spec
+from tests.engines.vllm.test_vllm_worker import Client, pass_patience, spec
 
 SECRET = bytes(16)
 OPEN = OpenOrder("r", "o", SECRET, 1)
@@ -196,14 +196,11 @@ def test_a_refused_close_frees_the_blocks_only_when_the_offer_has_ended(stage: S
 
 
 def test_orders_wait_for_a_daemon_that_is_away_and_then_fail(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("kvd.engines.vllm.worker.time.monotonic", lambda: now)
     stage.client.connected = False
     stage.step(OPEN, FIRST)
     assert stage.step(CLOSE) == set()
     assert stage.side.changed_unsent() is True
-    now = PATIENCE_SECONDS
-    assert stage.step() == {"r"}
+    assert set().union(*pass_patience(stage.step, monkeypatch)) == {"r"}
     assert stage.side.changed_unsent() is False
     assert stage.side.take_counts().refused_offers == 1
 
@@ -222,14 +219,11 @@ def test_an_offer_that_has_ended_unnoticed_is_opened_again_once_its_end_is_told(
 def test_an_offer_that_the_daemon_cannot_be_told_of_is_cancelled_when_it_can(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr("kvd.engines.vllm.worker.time.monotonic", lambda: now)
     stage.step(OPEN, FIRST)
     stage.told()
     stage.client.error = Unavailable(ErrorCode.OVERLOADED, "full")
     stage.step(SECOND)
-    now = PATIENCE_SECONDS
-    stage.step()
+    pass_patience(stage.step, monkeypatch)
     assert stage.step(CLOSE) == {"r"}
     stage.client.error = None
     stage.step()

@@ -1,7 +1,9 @@
 """The worker's half against a client that is scripted: what vLLM is told of each request, and when."""
 
-from collections.abc import Iterator
-from typing import Any
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 
@@ -9,9 +11,11 @@ from kvd.client import Blocks, Cancelled, Disconnected, Done, Failed, Freed, Off
 from kvd.engines.kernels import Kernels
 from kvd.engines.vllm import worker as worker_module
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, Results, StepMetadata
-from kvd.engines.vllm.worker import WorkerSide
+from kvd.engines.vllm.worker import PATIENCE_SECONDS, WorkerSide
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.layout import Axis, CacheSpec, Full, Group, Shard, View
+
+T = TypeVar("T")
 
 BLOCKS = (Blocks(0, 0, [1, 2]),)
 SECRET = bytes(16)
@@ -294,6 +298,29 @@ def _raised(error: Exception | None) -> None:
         raise error
 
 
+def pass_patience(step: Callable[[], T], monkeypatch: pytest.MonkeyPatch) -> list[T]:
+    """Makes a step each second, until the time is over for what has to wait."""
+    began, results = time.monotonic(), []
+    for second in range(1, math.ceil(PATIENCE_SECONDS) + 2):
+        monkeypatch.setattr(time, "monotonic", lambda now=began + second: now)
+        results.append(step())
+    return results
+
+
+def test_a_long_step_of_the_engine_is_not_taken_for_its_daemons_absence(
+    side: WorkerSide, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon may have been away for a moment of it, and is seen to be back a step later."""
+    client.connected = False
+    side.begin(StepMetadata(pulls=[PULL], offers=[OFFER]))
+    now = time.monotonic() + 10 * PATIENCE_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert side.end() == Results()
+    client.connected = True
+    side.begin(StepMetadata())
+    assert [call[0] for call in client.calls] == ["pull", "offer"]
+
+
 def test_vllm_is_to_make_steps_while_orders_wait_and_no_longer_than_they_are_tried(
     side: WorkerSide, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,9 +331,7 @@ def test_vllm_is_to_make_steps_while_orders_wait_and_no_longer_than_they_are_tri
     step(side, client, metadata=StepMetadata(cancels=["r#1"]))
     assert side.changed_unsent() is True
     assert side.changed_unsent() is None
-    now = worker_module.time.monotonic()
-    monkeypatch.setattr(worker_module.time, "monotonic", lambda: now + worker_module.PATIENCE_SECONDS)
-    step(side, client)
+    pass_patience(lambda: step(side, client), monkeypatch)
     assert side.changed_unsent() is False
     client.error = None
     step(side, client)

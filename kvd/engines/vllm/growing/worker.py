@@ -32,7 +32,7 @@ class _Growing:
 
     order: OpenOrder
     until: float
-    """How long what is not sent may wait; in seconds on the monotonic clock."""
+    """How long what is not sent may wait, by `StepClock`."""
     parts: list[tuple[ExtendOrder | CloseOrder, Event | None]] = field(default_factory=list)
     """All that it is to have, each with the kernels that write it."""
     is_open: bool = False
