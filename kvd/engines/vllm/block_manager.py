@@ -3,7 +3,7 @@
 from typing import Any
 
 _KEPT_FREE = 1 / 32
-"""The share of its blocks that vLLM may keep free of requests that begin."""
+"""The share of its blocks that vLLM is taken to keep free of requests that begin, unless its `--watermark` is more."""
 
 
 class BlockManager:
@@ -48,7 +48,8 @@ class BlockManager:
         whole = self._counted(request, request.num_tokens, capped=True)
         step = min(request.num_tokens, request.num_computed_tokens + self._step_tokens)
         needed = max(whole, self._counted(request, step, self._lookahead, capped=False))
-        return int(needed + _KEPT_FREE * self.pool.num_gpu_blocks - self.pool.get_num_free_blocks())
+        kept_free = max(_KEPT_FREE * self.pool.num_gpu_blocks, self._manager.watermark_blocks)
+        return int(needed + kept_free - self.pool.get_num_free_blocks())
 
     def _counted(self, request: Any, tokens: int, lookahead: int = 0, *, capped: bool) -> int:
         """How many blocks vLLM counts that `request` lacks for its first `tokens` tokens."""

@@ -26,6 +26,7 @@ class Manager:
     tables: dict[str, list[list[Block]]] = field(default_factory=dict)
     block_tokens: tuple[int, ...] = (32,)
     """Of each group."""
+    watermark_blocks: int = 0
 
     def __post_init__(self) -> None:
         self.blocks = [Block(number) for number in range(self.num_gpu_blocks)]

@@ -28,7 +28,7 @@ BLOCKS = 60
 STEP_TOKENS = 2 * BLOCK_TOKENS
 
 
-def manager_of(configurations: Any, kind: str) -> Any:
+def manager_of(configurations: Any, kind: str, watermark: float = 0.0) -> Any:
     """With steps of two blocks."""
     config = copy.deepcopy(configurations(kind))
     config.cache_config.num_gpu_blocks_override = BLOCKS
@@ -41,6 +41,7 @@ def manager_of(configurations: Any, kind: str) -> Any:
         BLOCK_TOKENS,
         BLOCK_TOKENS,
         max_in_flight_tokens=STEP_TOKENS,
+        watermark=watermark,
     )
 
 
@@ -94,4 +95,20 @@ def test_what_a_load_left_lacks_blocks_where_vllm_gives_none(
     while manager.allocate_slots(request, new, num_lookahead_tokens=lookahead, full_sequence_must_fit=True) is None:
         lacked.append(shortage(manager, request, lookahead))
         pool.free_blocks([taken.pop()])
+    assert all(blocks > 0 for blocks in lacked)
+
+
+@pytest.mark.parametrize("watermark", [0.0, 0.2])
+def test_a_request_lacks_what_vllm_keeps_free_beside_those_that_run(watermark: float, configurations: Any) -> None:
+    """Else kept turns would not give way to it for as long as others run."""
+    manager = manager_of(configurations, "llama", watermark)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    request = Request("r", [1] * 2 * BLOCK_TOKENS, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    pool = manager.block_pool
+    taken, lacked = pool.get_new_blocks(pool.get_num_free_blocks()), []
+    while manager.allocate_slots(request, request.num_tokens, has_scheduled_reqs=True) is None:
+        lacked.append(shortage(manager, request))
+        pool.free_blocks([taken.pop()])
+    assert lacked
     assert all(blocks > 0 for blocks in lacked)
