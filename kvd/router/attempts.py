@@ -22,7 +22,7 @@ class Attempts:
     others wait for that."""
     prefilled: Prefilled | None = None
     left_over: list[Prefilled] = field(default_factory=list)
-    """Offers that were to be read by servers that then failed. They are released once it is known who does not fail."""
+    """Offers that were to be read by servers that then failed. They are released once the request is `settled`."""
     prefill: Server | None = None
     meeting: Meeting | None = None
     """Of a prefill on a server of SGLang's; it withdraws the offer when it is ended."""
@@ -38,6 +38,10 @@ class Attempts:
     """The decode server's engine has the request: if it aborts that, it lets go of the offer, too."""
     answered: bool = False
     """The answer to the client has begun."""
+    settled: bool = False
+    """It is known who does not fail: one serves the request, or there is no further attempt."""
+    releases_at: Server | None = None
+    """The decode server that was last asked to release an offer."""
     left: bool = False
     """The client has left."""
 

@@ -40,11 +40,18 @@ class Cleanup:
         """Of the bodies of their requests, which no client has in flight any more."""
 
     def leave(self, request: Request, prefill: asyncio.Task[Prefilled | Whole], attempts: Attempts) -> None:
-        """Lets `prefill`, which returns a server's answer, end for a moment, and has its offer released (`release`)."""
-        if not self._has_room(request):
+        """Lets `prefill`, which returns a server's answer, end for a moment; then its offer is left over.
+
+        It is released (`release`) once the request is settled.
+        """
+        if prefill.done():
+            answer = None if prefill.cancelled() or prefill.exception() else prefill.result()
+            if isinstance(answer, Prefilled):
+                attempts.left_over.append(answer)
+        elif self._has_room(request):
+            self._start(request, self._left(request, prefill, attempts))
+        else:
             prefill.cancel()
-            return
-        self._start(request, self._left(request, prefill, attempts))
 
     def release(self, request: Request, prefilled: Prefilled, attempts: Attempts) -> None:
         """Releases the offer of this prefill through a decode server; if that fails, through another one.
@@ -90,32 +97,44 @@ class Cleanup:
                 answer = await prefill  # the deadline cancels it, which aborts it on its server
         except (TimeoutError, ServerFailed):
             return
-        if isinstance(answer, Prefilled):
+        if not isinstance(answer, Prefilled):
+            return
+        if attempts.settled:
             await self._released(request, answer, attempts)
+        else:
+            attempts.left_over.append(answer)
 
     async def _released(self, request: Request, prefilled: Prefilled, attempts: Attempts) -> None:
-        asked = []
-        for server in self._to_ask(attempts):
-            asked.append(server.url)
+        asked: list[Server] = []
+        while server := self._next(attempts, asked):
+            asked.append(server)
+            attempts.releases_at = server
             if await self._released_by(server, request, prefilled):
                 self._metrics.releases.labels("done").inc()
                 return
-        logger.warning("an offer ends by its ttl: none of these decode servers releases it: %s", ", ".join(asked))
+            attempts.tried.add(server)
+        names = ", ".join(server.url for server in asked)
+        logger.warning("an offer ends by its ttl: none of these decode servers releases it: %s", names)
         self._metrics.releases.labels("failed").inc()
 
-    def _to_ask(self, attempts: Attempts) -> Sequence[Server]:
-        """The decode servers that may release the offer, the likeliest first.
+    def _next(self, attempts: Attempts, asked: Sequence[Server]) -> Server | None:
+        """The likeliest to release an offer of the decode servers that were not asked yet.
 
-        With those that failed at the request they are no more than may do so: the request may be at fault.
+        All releases of a request ask one server after the other, and no more than may fail at the request itself: it
+        may be at fault. Those that failed come last.
         """
         now = time.monotonic()
 
-        def doubts(server: Server) -> tuple[bool, bool, int, int]:
-            return server is attempts.refused_by, server.rests_until > now, server.in_flight, server.turn
+        def doubts(server: Server) -> tuple[bool, bool, bool, int, int]:
+            elsewhere = server is not attempts.releases_at
+            return elsewhere, server is attempts.refused_by, server.rests_until > now, server.in_flight, server.turn
 
         failed = [server for server in self._decode.all if server in attempts.tried]
-        others = sorted((server for server in self._decode.all if server not in attempts.tried), key=doubts)
-        return others[: limits.ATTEMPTS - len(failed)] + sorted(failed, key=doubts)
+        others = [server for server in self._decode.all if server not in attempts.tried]
+        left = [server for server in failed if server not in asked]
+        if len(failed) < limits.ATTEMPTS and others:
+            left = others
+        return min(left, key=doubts, default=None)
 
     async def _released_by(self, server: Server, request: Request, prefilled: Prefilled) -> bool:
         body = request.body.for_release(prefilled, server.engine, new_room())

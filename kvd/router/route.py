@@ -75,8 +75,8 @@ class Router:
             attempts.left = True
             raise
         finally:
-            self._release(request, attempts)
             self._leave(request, attempts)
+            self._release(request, attempts)
             attempts.leave()
             _find_out_no_more(attempts)
 
@@ -259,10 +259,11 @@ class Router:
                     self._conversations.keep(request, server, turn)
 
     def _release(self, request: Request, attempts: Attempts) -> None:
-        """Has all offers released that are left.
+        """Has all offers released that are left: the request is settled.
 
         A request that fails again and again may be at fault, so releases of it go to no more servers than itself may.
         """
+        attempts.settled = True
         self._put_off(attempts)
         for prefilled in attempts.left_over:
             self._cleanup.release(request, prefilled, attempts)

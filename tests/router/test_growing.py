@@ -426,9 +426,10 @@ async def test_a_decode_server_that_is_lost_late_or_busy_has_its_prefill_ended_a
         assert sorted(len(server.asked) for server in stage.decode) == [1, 1]
 
 
-async def test_a_request_whose_servers_are_lost_together_fails_where_no_other_can_prefill_it(
-    prefilling: Growing, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+async def test_a_request_whose_servers_are_lost_together_fails_where_no_other_can_prefill_it_and_leaves_no_offer(
+    prefilling: Growing, decoding: Decoding, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(limits, "CLEANUPS", 0)
     beside = Early.beside
 
     async def after_both(early: Early, decoding: Any, has_begun: Any) -> bool:
@@ -443,6 +444,7 @@ async def test_a_request_whose_servers_are_lost_together_fails_where_no_other_ca
         status, error = await stage.error(prompt="other")
         assert status == 502
         assert "1 more failed before" in error["message"]
+        assert "an offer may stand" not in caplog.text
 
 
 async def test_an_answer_that_says_the_prefill_is_late_may_take_the_time_of_both(
@@ -506,6 +508,38 @@ async def test_the_ticket_of_a_prefill_whose_request_was_computed_elsewhere_is_r
         assert [body["kv_transfer_params"] for server in stage.decode for body in server.releases] == [TICKET]
 
 
+async def test_a_request_that_ends_servers_gets_to_no_more_of_them_by_releases_while_it_is_tried_on(
+    prefilling: Growing,
+) -> None:
+    again = asyncio.Event()
+
+    async def prefill(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if body["prompt"] == "bad" and not asked_early(body):
+            await again.wait()
+        return await prefilling(server, request, body)
+
+    async def decode(server: Scripted, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (vanishing if body["prompt"] == "bad" else decoded)(server, request, body)
+
+    def got_it(servers: list[Scripted]) -> list[Scripted]:
+        return [server for server in servers if any(body["prompt"] == "bad" for body in server.bodies)]
+
+    async with routed([prefill] * limits.ATTEMPTS, [decode] * 3 * limits.ATTEMPTS) as stage:
+        for _ in stage.prefill:
+            assert (await stage.ask())[0] == 200
+        prefilling.gate = asyncio.Event()
+        asking = asyncio.create_task(stage.ask(prompt="bad"))
+        await until(lambda: len(got_it(stage.prefill)) == 2)
+        prefilling.gate.set()
+        await until(lambda: sum(server.open for server in stage.prefill) == 1)
+        for _ in range(4):  # so that the request is not next where a release would have been
+            assert (await stage.ask())[0] == 200
+        again.set()
+        assert (await asking)[0] == 502
+        await asyncio.wait_for(stage.server._router.close(), MOMENT)
+        assert len(got_it(stage.decode)) == limits.ATTEMPTS
+
+
 async def test_nothing_of_a_prefills_answer_is_kept_while_its_request_is_decoded_but_its_parameters(
     prefilling: Growing, decoding: Decoding, computed: Any
 ) -> None:
@@ -555,6 +589,23 @@ async def test_a_prefill_whose_decode_server_has_failed_may_end_when_its_client_
         prefilling.gate.set()
         await stage.decode[0].until(lambda server: len(server.releases) == 1)
         assert stage.decode[0].releases[0]["kv_transfer_params"] == TICKET
+
+
+async def test_an_offer_that_is_left_without_room_is_counted(
+    prefilling: Growing, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "CLEANUPS", 0)
+    decoding.early = stalled_before_its_first_token
+    async with routed([prefilling], [decoding]) as stage:
+        await known(stage, prefilling)
+        assert prefilling.gate is not None
+        prefilling.gate.set()
+        asking = asyncio.create_task(stage.ask(prompt="other"))
+        await stage.decode[0].until(lambda server: server.open == 1)
+        await until(lambda: stage.server._router._prefill.all[0].in_flight == 0)
+        asking.cancel()
+        await stage.server._intake.idle.wait()
+        assert await stage.metric('kvd_router_releases_total{outcome="failed"}') == 1
 
 
 async def test_a_prefill_server_whose_answer_comes_after_the_decode_servers_has_served(

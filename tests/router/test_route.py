@@ -597,6 +597,26 @@ async def test_an_offer_is_released_whose_client_leaves_before_the_decode_server
         assert stage.decode[1].releases[0]["kv_transfer_params"] == PARAMS
 
 
+async def test_all_offers_of_a_request_are_released_by_one_server() -> None:
+    """If the request brings servers down, no further one gets it."""
+    fails = iter([vanishing, vanishing, hanging])
+    seen = asyncio.Event()
+
+    async def answer(server: Scripted, request, body):
+        if body in server.asked:
+            return await next(fails)(server, request, body)
+        await seen.wait()
+        return await decoded(server, request, body)
+
+    async with routed([prefilled], [answer] * 6) as stage:
+        asking = asyncio.create_task(stage.ask())
+        await until(lambda: sum(len(server.asked) for server in stage.decode) == 3)
+        asking.cancel()
+        await until(lambda: sum(len(server.releases) for server in stage.decode) == 3)
+        assert sorted(len(server.releases) for server in stage.decode) == [0] * 5 + [3]
+        seen.set()
+
+
 async def test_a_prefill_server_without_a_connector_is_named() -> None:
     async with routed([without_params], [decoded]) as stage:
         status, error = await stage.error()
