@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 import uvloop
@@ -18,13 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import command
+from benchmarks.router.upstream import BODY, PATH, PREFILL
 from kvd.bench import report
 from kvd.bench.spinners import Spinners
 from kvd.errors import ErrorCode, Unavailable
 from kvd.processes import Child, Processes
 
-_PATH: Final = "/v1/completions"
-_BODY: Final = {"model": "m", "prompt": "word " * 800, "max_tokens": 8, "stream": True}
 _START_SECONDS: Final = 30.0
 _WARM_UP: Final = 50
 """Requests of each way that are not measured."""
@@ -50,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.make_parser("router", "Measures what the router adds to a request's first token.")
     parser.add_argument("--rate", type=float, default=50.0, help="requests a second through the router (default: 50)")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long (default: 30)")
+    parser.add_argument("--relay", action="store_true", help="put a process that only passes bytes on in its place")
     parser.add_argument("--busy", type=int, default=2, metavar="N", help="beside N spinning processes (default: 2)")
     return command.run(parser, _measure, arguments)
 
@@ -60,13 +60,16 @@ def _measure(args: argparse.Namespace) -> None:
         prefill, decode = (
             _started(processes, logs, role, "benchmarks.router.upstream") for role in ("prefill", "decode")
         )
-        flags = ["router", "--listen", "127.0.0.1:0", "--prefill", prefill, "--decode", decode]
-        router = _started(processes, logs, "router", "kvd.cli.main", *flags)
+        if args.relay:
+            router = _started(processes, logs, "relay", "benchmarks.router.relay", prefill, decode)
+        else:
+            flags = ["router", "--listen", "127.0.0.1:0", "--prefill", prefill, "--decode", decode]
+            router = _started(processes, logs, "router", "kvd.cli.main", *flags)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             measured = runner.run(measure(router, prefill, decode, args.rate, args.seconds))
     figures = measured.as_dict()
     Console(width=report.WIDTH).print(_table(figures, len(measured.routed), args))
-    report.write_json(args.json, {"rate": args.rate, "busy": args.busy, "milliseconds": figures})
+    report.write_json(args.json, {"rate": args.rate, "busy": args.busy, "relay": args.relay, "milliseconds": figures})
 
 
 async def measure(router: str, prefill: str, decode: str, rate: float, seconds: float) -> Measured:
@@ -86,12 +89,11 @@ async def measure(router: str, prefill: str, decode: str, rate: float, seconds: 
 
 async def _first_token(session: aiohttp.ClientSession, servers: list[str], times: list[float]) -> None:
     start = time.perf_counter()
-    body: dict[str, Any] = _BODY
+    body = BODY
     if len(servers) > 1:
-        asked = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
-        async with session.post(servers[0] + _PATH, json=asked) as response:
+        async with session.post(servers[0] + PATH, json=body | PREFILL) as response:
             body = body | {"kv_transfer_params": (await response.json())["kv_transfer_params"]}
-    async with session.post(servers[-1] + _PATH, json=body) as response:
+    async with session.post(servers[-1] + PATH, json=body) as response:
         first = await response.content.readany()
         times.append(time.perf_counter() - start)
         rest = await response.read()
@@ -120,6 +122,8 @@ def _table(figures: dict[str, dict[str, float]], requests: int, args: argparse.N
     table = Table("time to first token, ms", "p50", "p99")
     table.title = f"{requests} requests each way, {args.rate:g} a second"
     table.caption = f"beside {args.busy} spinning processes"
+    if args.relay:
+        table.caption += "; routed by a process that only passes bytes on"
     for way, times in figures.items():
         table.add_row(way, *(f"{times[name]:.2f}" for name in ("p50", "p99")))
     return table

@@ -2,9 +2,16 @@
 
 import asyncio
 import json
+from typing import Any
 
 import uvloop
 from aiohttp import web
+
+PATH = "/v1/completions"
+BODY: dict[str, Any] = {"model": "m", "prompt": "word " * 800, "max_tokens": 8, "stream": True}
+"""What clients send."""
+PREFILL = {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+"""What a prefill server gets in place of these fields."""
 
 _PARAMS = {"do_remote_prefill": True, "do_remote_decode": False, "kvd_ticket": "x" * 1024, "kvd_prompt": 1}
 _PREFILLED = json.dumps({"choices": [{"text": "t"}], "kv_transfer_params": _PARAMS}).encode()

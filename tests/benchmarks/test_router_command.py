@@ -15,9 +15,12 @@ def test_what_the_router_adds_is_the_difference_of_quantiles() -> None:
 
 
 @pytest.mark.real
-def test_both_ways_are_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("between", [[], ["--relay"]])
+def test_both_ways_are_measured_and_kept(
+    between: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "figures.json"
-    assert bench_router.main(["--seconds", "0.2", "--busy", "0", "--json", str(file)]) == 0
+    assert bench_router.main(["--seconds", "0.2", "--busy", "0", "--json", str(file), *between]) == 0
     assert "10 requests each way, 50 a second" in capsys.readouterr().out
     figures = json.loads(file.read_text())["milliseconds"]
     assert set(figures) == {"direct", "routed", "added"}
