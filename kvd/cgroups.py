@@ -26,8 +26,9 @@ def folders(controller: str = "", own: Path = OWN, root: Path = ROOT) -> list[Pa
 
     Of version 2, or of version 1's `controller`, which has a tree of its own.
     """
-    # Names are any bytes but a newline, also what Python takes for the end of a line.
-    for line in os.fsdecode(own.read_bytes()).removesuffix("\n").split("\n"):
+    # Names are any bytes but a newline, also what Python takes for the end of a line. The file is empty where no
+    # hierarchy is mounted.
+    for line in filter(None, os.fsdecode(own.read_bytes()).split("\n")):
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             top = root / controller

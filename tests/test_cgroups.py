@@ -67,3 +67,10 @@ def test_groups_of_any_name_are_read_and_shown_as_text(tmp_path: Path, own: Path
     assert processor_group(own, tmp_path) == ProcessorGroup(folder, 50)
     assert quotas(own, tmp_path) == [Quota(folder, 0.5, 0, 0.0)]
     assert memory_limits(own, tmp_path)[0].free == 63
+
+
+def test_where_no_hierarchy_is_mounted_there_is_no_group(tmp_path: Path, own: Path) -> None:
+    own.write_text("")
+    assert processor_group(own, tmp_path) is None
+    assert quotas(own, tmp_path) == []
+    assert memory_limits(own, tmp_path) == []
