@@ -8,6 +8,7 @@ from kvd import limits
 from kvd.errors import ErrorCode, refusal
 from kvd.protocol import export, peer, worker
 from kvd.protocol.types import Message
+from kvd.units import printable
 
 T = TypeVar("T")
 
@@ -47,7 +48,8 @@ class Decoder(Generic[T]):
         try:
             message: T = self._decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise refusal(ErrorCode.BAD_MESSAGE, f"no message: {error}") from error
+            said = printable(str(error)[: limits.MAX_ERROR_TEXT])  # it may quote the frame, whole
+            raise refusal(ErrorCode.BAD_MESSAGE, f"no message: {said}") from error
         return message
 
 

@@ -1,7 +1,9 @@
 """What engines say to each other, and what comes from others at their port."""
 
+import msgspec
 import pytest
 
+from kvd import limits
 from kvd.engines.sglang.messages import Abandoned, decode, encode
 from kvd.errors import BadRequest
 
@@ -19,6 +21,17 @@ def test_whatever_comes_is_a_message_or_refused(frame: bytes) -> None:
     """Anything else would end the thread that takes messages in."""
     with pytest.raises(BadRequest):
         decode(frame)
+
+
+@pytest.mark.parametrize("field", [{}, {"kind": "refused", "room": 1, "nonce": bytes(16), "reason": ""}])
+def test_what_is_no_message_makes_one_short_line_of_the_log(field: dict[str, object]) -> None:
+    """Whoever reaches the port can send any, and msgspec quotes kinds and names of fields as they are."""
+    evil = "x\nINFO all is well\x1b[2J" + "x" * 10_000
+    with pytest.raises(BadRequest) as refused:
+        decode(msgspec.msgpack.encode(field | {evil: 1} if field else {"kind": evil}))
+    assert "x?INFO all is well?[2Jx" in refused.value.text
+    assert refused.value.text.isprintable()
+    assert len(refused.value.text) < 2 * limits.MAX_ERROR_TEXT
 
 
 def test_a_message_is_read_as_it_was_sent() -> None:
