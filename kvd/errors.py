@@ -11,6 +11,8 @@ which `error_from_code` makes the same error again. Codes are part of the protoc
 from enum import StrEnum
 from typing import ClassVar
 
+from kvd.units import printable
+
 
 class ErrorCode(StrEnum):
     """What went wrong; stable across versions."""
@@ -118,7 +120,11 @@ def refusal(code: ErrorCode, text: str) -> KvdError:
 
 
 def error_from_code(code: str, text: str) -> KvdError:
-    """The error for a received `code` and `text`; an unknown code, of a newer version, is a `BadRequest`."""
+    """The error for a received `code` and `text`; an unknown code, of a newer version, is a `BadRequest`.
+
+    The sender may be anybody's: logs and terminals get its text on one line, without escapes.
+    """
+    text = printable(text)
     if code not in ErrorCode.__members__.values():
         return BadRequest(ErrorCode.BAD_MESSAGE, f"{text} (code {code!r}, unknown to this version)")
     return refusal(ErrorCode(code), text)

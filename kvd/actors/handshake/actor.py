@@ -24,6 +24,7 @@ from kvd.protocol.peer import Hello, Pong, Refuse, Welcome
 from kvd.protocol.status import PeerStatus
 from kvd.protocol.types import VERSION
 from kvd.transport.interface import PeerAdded, PeerFailed, Transport
+from kvd.units import printable
 
 _log = structlog.get_logger("kvd.handshake")
 
@@ -180,7 +181,7 @@ class HandshakeActor(Actor):
         if isinstance(reply, Welcome):
             self._welcome(peer, reply)
         elif not isinstance(reply, Pong):
-            self._lose(peer, Event.SILENT, f"it refused the handshake: {reply.text}")
+            self._lose(peer, Event.SILENT, f"it refused the handshake: {printable(reply.text)}")
         elif (event := peer.answered(reply, self.loop.time(), self._context.settings.heartbeat)) is Event.RESTARTED:
             self._lose(peer, event, "it was restarted")
         elif event is not None:

@@ -127,6 +127,13 @@ def test_a_claim_that_is_refused_fails_the_pull_with_the_producers_reason(stage)
     assert outcome(stage) == Failed("p", "offer_gone", "it has ended", quarantined=False)
 
 
+def test_the_reason_of_a_producer_is_one_line_for_the_logs_of_daemon_and_engine(stage):
+    stage.pull()
+    stage.peer_says(welcome_of())
+    stage.peer_says(Refuse(1, "offer_gone", "ended\n\x1b[2J\u2028INFO all is well"))
+    assert outcome(stage) == Failed("p", "offer_gone", "ended??[2J?INFO all is well", quarantined=False)
+
+
 def test_only_the_worker_can_cancel(stage):
     stage.pull()
     stage.peer_says(welcome_of())
