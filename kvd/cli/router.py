@@ -16,6 +16,7 @@ from kvd.router import limits
 from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
 from kvd.router.upstream import Timeouts
+from kvd.units import printable
 
 _DESCRIPTION = """\
 Serves OpenAI's completions and chat completions: each is prefilled on one server and decoded on another, chosen by
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     """
     handler = logging.StreamHandler()
     handler.addFilter(FewLines())
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[handler])
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     host, _, port = args.listen.rpartition(":")
     if not host or not port.isdecimal():
         raise refusal(ErrorCode.BAD_CONFIG, f"--listen is {args.listen!r}; it must be HOST:PORT")
@@ -91,6 +93,15 @@ async def _serve(server: HttpServer, ports: list[Ports], prefill: int, decode: i
         text = "routing on http://%s between %d prefill and %d decode servers"
         log.info(text, server.address, prefill, decode)
         await stopping.wait()
+
+
+class OneLine(logging.Formatter):
+    """Has a message on one line, without terminal escapes: servers have a say in it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
+        """What is logged of `record`, but for its traceback."""
+        record.message = printable(record.message)
+        return super().formatMessage(record)
 
 
 class FewLines(logging.Filter):

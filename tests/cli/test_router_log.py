@@ -1,8 +1,8 @@
-"""How much is logged."""
+"""How much is logged, and how."""
 
 import logging
 
-from kvd.cli.router import FewLines
+from kvd.cli.router import FewLines, OneLine
 from kvd.router import limits
 
 
@@ -23,3 +23,14 @@ def test_one_place_logs_few_lines_a_minute_and_says_how_many_it_left_out(monkeyp
     now += 1
     left_out = 1001 - limits.LINES
     assert lines(filtered, 2, place=1) == [f"no 0 ({left_out} more were not logged)", "no 1"]
+
+
+def test_what_a_server_says_is_one_line_and_a_traceback_keeps_its_own() -> None:
+    try:
+        raise ValueError("why")  # noqa: TRY301
+    except ValueError as error:
+        found = (type(error), error, error.__traceback__)
+    record = logging.LogRecord("kvd", logging.WARNING, "x.py", 1, "status 500: %s", ("a\nINFO b\x1b[2J",), found)
+    first, *others = OneLine("%(levelname)s %(message)s").format(record).splitlines()
+    assert first == "WARNING status 500: a?INFO b?[2J"
+    assert others[-1] == "ValueError: why"
