@@ -41,7 +41,7 @@ class Attempts:
     settled: bool = False
     """It is known who does not fail: one serves the request, or there is no further attempt."""
     releases_at: Server | None = None
-    """The decode server that was last asked to release an offer."""
+    """The decode server that serves the request, or was last asked to release an offer: the likeliest to do that."""
     left: bool = False
     """The client has left."""
 

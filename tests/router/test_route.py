@@ -617,6 +617,33 @@ async def test_all_offers_of_a_request_are_released_by_one_server() -> None:
         seen.set()
 
 
+async def test_the_server_that_serves_a_request_releases_what_others_left_of_it() -> None:
+    """Another one may fail at it, too, as those did; that one has not."""
+    fails = iter([vanishing, vanishing])
+    released = asyncio.Event()
+
+    async def answer(server: Scripted, request, body):
+        if body in server.asked and (fail := next(fails, None)) is not None:
+            return await fail(server, request, body)
+        if not server.asked:
+            return await failing(server, request, body)
+        stream = await streaming(request)
+        await stream.write(event(0))
+        if body in server.asked:
+            await released.wait()
+        await stream.write(DONE)
+        return stream
+
+    async with routed([prefilled], [answer] * 4) as stage:
+        asking = asyncio.create_task(stage.ask())
+        await until(lambda: sum(len(server.asked) for server in stage.decode) == 3)
+        await until(lambda: sum(len(server.releases) for server in stage.decode) >= 2)
+        await stage.server._router._cleanup.close()
+        released.set()
+        assert (await asking)[0] == 200
+        assert sorted(len(server.releases) for server in stage.decode) == [0, 0, 0, 2]
+
+
 async def test_a_prefill_server_without_a_connector_is_named() -> None:
     async with routed([without_params], [decoded]) as stage:
         status, error = await stage.error()
