@@ -26,6 +26,10 @@ _LEAST_GIVEN_UP = 1 / 32
 _FREED_SECONDS = 1.0
 """How long vLLM waits for blocks that are given up before it preempts a request: daemons answer in milliseconds."""
 
+_FREED_STEPS = 3
+"""For how many steps at least, however long they take: it plans one ahead, and hears after it what came in it. What a
+daemon answers while a step goes on is heard of at the end of the next one."""
+
 
 @dataclass(slots=True)
 class _Kept:
@@ -41,6 +45,8 @@ class _Kept:
     """Whose daemons have not let go of it."""
     given_up: float = 0.0
     """When, in monotonic time."""
+    step: int = 0
+    """After how many steps that was."""
     lost: str = ""
     """Why it ended on the first rank on which it was not read: then nobody can read all of it."""
 
@@ -67,6 +73,8 @@ class KeptTurns:
         """Requests without blocks that vLLM has come to in this step, and has given none yet."""
         self._withdrawals: list[str] = []
         self._ends: list[str] = []
+        self._steps = 0
+        """How many were planned."""
 
     # --- one turn ---------------------------------------------------------------------------------------------------
 
@@ -144,6 +152,7 @@ class KeptTurns:
         Those that are loaded come first, as they do at vLLM, which comes to nothing behind one that lacks blocks.
         It may be more than that lacks (`BlockManager.shortage`).
         """
+        self._steps += 1
         request = next(chain(self._loaded.values(), self._asked.values()), None)
         self._asked.clear()
         if self._kept and request is not None:
@@ -163,8 +172,8 @@ class KeptTurns:
     @property
     def freeing(self) -> bool:
         """Whether blocks were given up that are not free yet, not long ago."""
-        soon = time.monotonic() - _FREED_SECONDS
-        return any(kept.given_up > soon for kept in self._kept.values())
+        soon, step = time.monotonic() - _FREED_SECONDS, self._steps - _FREED_STEPS
+        return any(kept.given_up and (kept.given_up > soon or kept.step > step) for kept in self._kept.values())
 
     def take_withdrawals(self) -> list[str]:
         """Offers that the workers are to withdraw."""
@@ -220,7 +229,7 @@ class KeptTurns:
         """Returns the blocks that no turn holds any more."""
         if kept.given_up:
             return set()
-        kept.given_up = time.monotonic()
+        kept.given_up, kept.step = time.monotonic(), self._steps
         self._withdrawals.append(kept.offer)
         self._going.update(map(id, kept.blocks))
         self._leaving.update((id(block), block) for block in kept.blocks)
