@@ -34,7 +34,7 @@ class StepClock:
         self._looked = time.monotonic()
 
     def look(self) -> None:
-        """A step begins or ends."""
+        """A step is planned, begins or ends."""
         looked = time.monotonic()
         self.now += min(looked - self._looked, _LONGEST_STEP)
         self._looked = looked

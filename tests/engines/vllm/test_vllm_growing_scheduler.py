@@ -188,7 +188,7 @@ def test_a_prefill_that_computes_again_what_it_said_was_complete_ends_its_offer(
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that the scheduler's half reads."""
     now = [100.0]
-    monkeypatch.setattr("kvd.engines.vllm.growing.scheduler.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now
 
 
@@ -199,8 +199,9 @@ def test_a_prefill_that_lacks_blocks_while_nothing_is_computed_ends_its_offer(cl
     clock[0] += 60
     request = arrived(producer, 8)
     (opened,) = step(producer, request, 0).growing
-    clock[0] += STARVED_SECONDS - 1
-    assert step(producer, request, 0).growing == []
+    for _ in range(int(STARVED_SECONDS) - 1):
+        clock[0] += 1
+        assert step(producer, request, 0).growing == []
     clock[0] += 1
     assert isinstance(opened, OpenOrder)
     assert step(producer, request, 0).growing == [WithdrawOrder("r", opened.offer)]
@@ -215,13 +216,25 @@ def test_a_prefill_keeps_its_offer_while_others_are_computed_and_once_it_has_beg
     other, request = arrived(producer, 40, PREFILL, "other"), arrived(producer, 8)
     step(producer, other, 4, [3])
     for _ in range(3):
-        clock[0] += STARVED_SECONDS - 1
-        assert step(producer, other, 0).growing == []
+        for _ in range(int(STARVED_SECONDS) - 1):
+            clock[0] += 1
+            assert step(producer, other, 0).growing == []
         assert step(producer, other, 4, [3]).growing == []
     (extended,) = step(producer, request, 4, [1]).growing
     assert isinstance(extended, ExtendOrder)
+    for _ in range(60):
+        clock[0] += 1
+        assert step(producer, request, 0).growing == []
+
+
+def test_a_prefill_keeps_its_offer_while_a_long_step_computes_others(clock: list[float]) -> None:
+    """VLLM plans a step ahead, with nothing to compute if it has no blocks, and the next one when the long one ends."""
+    producer = side()
+    other = arrived(producer, 40, PREFILL, "other")
+    request = arrived(producer, 8)
+    step(producer, other, 4, [3])
     step(producer, request, 0)
-    clock[0] += 60
+    clock[0] += 10 * STARVED_SECONDS
     assert step(producer, request, 0).growing == []
 
 

@@ -10,7 +10,6 @@ be what those requests wait for whose offers have the blocks that this one needs
 """
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +17,12 @@ from typing import Any
 from kvd.client import Blocks
 from kvd.engines.vllm.growing.params import Chosen
 from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, GrowingOrder, OfferOrder, OpenOrder, WithdrawOrder
+from kvd.engines.vllm.orders import StepClock
 from kvd.layout import Full, Window
 
 STARVED_SECONDS = 5.0
-"""For how long the engine computes nothing at all before it takes the requests that queue for ones that lack blocks."""
+"""For how long the engine computes nothing at all before it takes the requests that queue for ones that lack blocks. By
+`StepClock`: where vLLM plans a step ahead, one in which nothing is computed may wait for a long one that computes."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class _Growing:
     end: int
     """With so many tokens it is closed."""
     opened: float
-    """When, in seconds on the monotonic clock."""
+    """When, by `StepClock`."""
     begun: bool = False
     """Whether a step has computed some of it."""
     tokens: int = 0
@@ -52,6 +53,7 @@ class GrowingOffers:
         self._growing: dict[str, _Growing] = {}
         self._names: set[str] = set()
         self._orders: list[GrowingOrder] = []
+        self._clock = StepClock()
         self._idle_since: float | None = None
         """Since when no step has computed anything."""
 
@@ -66,12 +68,14 @@ class GrowingOffers:
             logger.warning("request %s is offered when it has ended: its kvd_offer names another's", request.request_id)
             return
         self._names.add(chosen.name)
-        self._growing[request.request_id] = _Growing(request, chosen, request.num_prompt_tokens, time.monotonic())
+        self._clock.look()
+        self._growing[request.request_id] = _Growing(request, chosen, request.num_prompt_tokens, self._clock.now)
         self._orders.append(OpenOrder(request.request_id, chosen.name, chosen.secret, consumers))
 
     def scheduled(self, output: Any) -> None:
         """VLLM has scheduled a step; `num_computed_tokens` of its requests are those before it."""
-        now = time.monotonic()
+        self._clock.look()
+        now = self._clock.now
         if output.num_scheduled_tokens or self._idle_since is None:
             self._idle_since = None if output.num_scheduled_tokens else now
         if not self._growing:
