@@ -53,8 +53,8 @@ class ProcessorWait:
         self._loop.call_later(_LOOK_SECONDS, self.look)
 
     def _look(self) -> None:
-        now = self._loop.time()
         self._count()
+        now = self._loop.time()
         self._past.append((now, self._sum.copy()))
         while len(self._past) > 1 and self._past[1][0] <= now - limits.STARVED_WINDOW_SECONDS:
             self._past.popleft()
