@@ -21,10 +21,11 @@ def status_view(status: StatusReport) -> RenderableType:
 def headline(status: StatusReport) -> Text:
     """Which daemon it is, and whether it takes work."""
     text = Text.assemble(
-        (status.daemon, "bold"),
-        f"  kvd {status.version}  pid {status.pid}  {status.device}  ",
+        (printable(status.daemon), "bold"),
+        printable(f"  kvd {status.version}  pid {status.pid}  {status.device}  "),
         ("ready", "bold green") if status.ready else ("not ready", "bold red"),
-        f"\npeers at {status.address}   metrics at http://{status.http}/metrics",
+        "\n",
+        printable(f"peers at {status.address}   metrics at http://{status.http}/metrics"),
     )
     for name, reason in sorted(status.not_ready.items()):
         text.append(f"\n{printable(name)}: {printable(reason)}", style="red")
@@ -39,7 +40,7 @@ def tables(status: StatusReport) -> Iterable[RenderableType]:
 
 
 def _shown(text: str) -> str:
-    """For a terminal: peers have a say in it."""
+    """For a terminal: peers, and whoever listens at the socket, have a say in it."""
     return escape(printable(text))
 
 
@@ -57,7 +58,7 @@ def _pools(status: StatusReport) -> Table:
         busy = status.scheduler.busy_blocks.get(pool.worker, 0)
         kept = log.kept if log else 0
         memory = f"{pool.backing or '-'} {pool.device[:12]}".rstrip()  # the first eight digits of the UUID
-        table.add_row(_shown(pool.worker), size(pool.bytes), memory, pool.state, str(busy), str(kept))
+        table.add_row(_shown(pool.worker), size(pool.bytes), _shown(memory), _shown(pool.state), str(busy), str(kept))
     return table
 
 
@@ -66,7 +67,7 @@ def _peers(peers: list[PeerStatus]) -> Table:
     for peer in peers:
         kind = kind_of(peer.path)
         style = "red" if peer.slow else "dim" if kind is Kind.UNKNOWN else "green"
-        state = peer.state if peer.state in ("ready", "refreshing") else f"[yellow]{peer.state}[/]"
+        state = peer.state if peer.state in ("ready", "refreshing") else f"[yellow]{_shown(peer.state)}[/]"
         path = f"[{style}]{kind.value}{' (slow)' if peer.slow else ''}[/]"
         heard = f"{peer.silent_seconds:.1f} s ago"
         table.add_row(_shown(peer.daemon or "?"), _shown(peer.address), state, path, _shown(peer.path or "-"), heard)
@@ -86,16 +87,16 @@ def _counts(status: StatusReport) -> Table:
         f"{leases.active} active, {leases.claimed} claimed, {leases.claims_held} claims held, "
         f"{leases.claims_waiting} claims waiting",
     )
-    states = ", ".join(f"{count} {state}" for state, count in pulls.transfers.items()) or "no transfers"
+    states = ", ".join(f"{count} {_shown(state)}" for state, count in pulls.transfers.items()) or "no transfers"
     quarantined = f"[red]{pulls.quarantined} quarantined[/]" if pulls.quarantined else "0 quarantined"
     table.add_row("[bold]pulls[/]", f"{pulls.pulls} open ({states}), {quarantined}")
-    held = ", ".join(f"{count} {state}" for state, count in (leases.blocks | pulls.blocks).items() if count)
+    held = ", ".join(f"{count} {_shown(state)}" for state, count in (leases.blocks | pulls.blocks).items() if count)
     table.add_row("[bold]blocks[/]", held or "none held")
     totals = status.totals
     processor = status.processor
     if processor.waited:
         style = "red" if processor.starved else "default"
         table.add_row("[bold]processor[/]", f"[{style}]{_shown(processor.text)}[/]")
-    ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(totals.pulls.items())) or "none"
+    ended = ", ".join(f"{count} {_shown(outcome)}" for outcome, count in sorted(totals.pulls.items())) or "none"
     table.add_row("[bold]so far[/]", f"{ended}; {size(totals.read_bytes)} in {totals.read_descriptors} descriptors")
     return table

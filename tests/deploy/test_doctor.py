@@ -5,18 +5,21 @@ import os
 import re
 import resource
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
 from kvd.cli.doctor import _view
-from kvd.cli.status_view import _peers
+from kvd.cli.status_view import status_view
 from kvd.doctor import Finding, Level, loopback, samehost
 from kvd.doctor.daemon import check_daemon
 from kvd.doctor.host import check_huge_pages, check_memlock, check_rdma
 from kvd.doctor.processor import check_groups, check_wait
 from kvd.doctor.samehost import check_copy
-from kvd.protocol.status import PeerStatus, ProcessorStatus
+from kvd.net.inquiry import Inquiry
+from kvd.protocol.status import ProcessorStatus, decode
 from tests.support.fleet import Fleet
 from tests.support.patience import PATIENCE
 
@@ -218,15 +221,44 @@ def test_daemons_that_share_a_user_are_named_with_what_that_means(fleet: Fleet) 
     assert not [finding for finding in check_daemon(str(one.socket), PATIENCE) if "may write to" in finding.text]
 
 
-@pytest.mark.parametrize("command", ["doctor", "status"])
-def test_what_a_peer_says_neither_moves_the_terminals_cursor_nor_makes_lines(command: str) -> None:
-    words = "no\x1b[2J\x1b]0;x\x07\r\nok    daemon  all is well"
-    if command == "doctor":
-        view: RenderableType = _view([Finding(f"peer {words}", Level.BROKEN, words, words)])
-    else:
-        view = _peers([PeerStatus("ipc:///a.peers", words, "greeting", 1.0, last_loss=words)])
+WORDS = "no\x1b[2J\x1b]0;x\x07\r\nok    daemon  [red]all is well"
+
+
+def harmless(view: RenderableType) -> bool:
+    """Whether it moves no terminal's cursor, and has no line but its own."""
     out = io.StringIO()
-    Console(file=out, highlight=False, width=400).print(view)
-    assert "all is well" in out.getvalue()
-    assert all(line.isprintable() for line in out.getvalue().split("\n"))
-    assert not [line for line in out.getvalue().split("\n") if line.lstrip().startswith("ok ")]
+    Console(file=out, highlight=False, width=4000).print(view)
+    lines = out.getvalue().split("\n")
+    assert "[red]all is well" in out.getvalue()
+    return all(line.isprintable() for line in lines) and not any(line.lstrip().startswith("ok ") for line in lines)
+
+
+def said_by_somebody_else(value: Any) -> Any:
+    """The same with other texts, also in place of names that the daemon chooses."""
+    match value:
+        case str():
+            return WORDS
+        case msgspec.Struct():
+            said = {field: said_by_somebody_else(item) for field, item in msgspec.structs.asdict(value).items()}
+            return msgspec.structs.replace(value, **said)
+        case dict():
+            return {said_by_somebody_else(key): said_by_somebody_else(item) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(map(said_by_somebody_else, value))
+    return value
+
+
+def test_what_others_say_makes_no_findings_and_moves_no_cursor() -> None:
+    assert harmless(_view([Finding(f"peer {WORDS}", Level.BROKEN, WORDS, WORDS)]))
+
+
+def test_nothing_that_a_status_says_makes_lines_or_moves_the_cursor(fleet: Fleet) -> None:
+    one, other = fleet.daemon("one"), fleet.daemon("other")
+    source, target = fleet.worker(one, "s"), fleet.worker(other, "t")
+    target.call("pull", name="r", ticket=source.call("offer", name="r", ids=[0]), ids=[0])
+    assert target.outcome("r")["kind"] == "Done"
+    with Inquiry(str(other.socket)) as inquiry:
+        status = decode(inquiry.status(PATIENCE))
+    assert status.pools
+    assert status.handshake
+    assert harmless(status_view(said_by_somebody_else(status)))
