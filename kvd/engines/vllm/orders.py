@@ -1,9 +1,8 @@
 """Orders that wait to be sent to the daemon: for kernels to end, and while it is away or takes no more."""
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from kvd.engines.kernels import Event
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder
@@ -18,26 +17,6 @@ class Cancel:
 
 
 Order: TypeAlias = HoldOrder | PullOrder | OfferOrder | Cancel
-
-_LONGEST_STEP: Final = 1.0
-"""Seconds."""
-
-
-class StepClock:
-    """The seconds that an engine has looked at its daemon, once a step: a longer step counts for `_LONGEST_STEP`.
-
-    Else an engine that stood still, or computed for long, would take that for its daemon's absence.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._looked = time.monotonic()
-
-    def look(self) -> None:
-        """A step is planned, begins or ends."""
-        looked = time.monotonic()
-        self.now += min(looked - self._looked, _LONGEST_STEP)
-        self._looked = looked
 
 
 @dataclass(slots=True)

@@ -42,7 +42,8 @@ from kvd.engines.vllm.metadata import (
     StepMetadata,
     TransferCounts,
 )
-from kvd.engines.vllm.orders import Cancel, Order, Orders, StepClock
+from kvd.engines.vllm.orders import Cancel, Order, Orders
+from kvd.engines.vllm.step_clock import StepClock
 from kvd.errors import ErrorCode, KvdError
 from kvd.layout import CacheSpec
 from kvd.limits import MAX_PULL_TIMEOUT

@@ -17,7 +17,7 @@ from typing import Any
 from kvd.client import Blocks
 from kvd.engines.vllm.growing.params import Chosen
 from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, GrowingOrder, OfferOrder, OpenOrder, WithdrawOrder
-from kvd.engines.vllm.orders import StepClock
+from kvd.engines.vllm.step_clock import StepClock
 from kvd.layout import Full, Window
 
 STARVED_SECONDS = 5.0
