@@ -35,9 +35,12 @@ class Cleanup:
         self._upstream = upstream
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
-        self._requests = Shares()
+        self._prefills = Shares()
+        """That are left to end."""
+        self._releases = Shares()
+        """Requests whose offers are released."""
         self._bytes = Shares()
-        """Of the bodies of their requests, which no client has in flight any more."""
+        """Of the bodies of both, which no client has in flight any more."""
 
     def leave(self, request: Request, prefill: asyncio.Task[Prefilled | Whole], attempts: Attempts) -> None:
         """Lets `prefill`, which returns a server's answer, end for a moment; then its offer is left over.
@@ -48,48 +51,51 @@ class Cleanup:
             answer = None if prefill.cancelled() or prefill.exception() else prefill.result()
             if isinstance(answer, Prefilled):
                 attempts.left_over.append(answer)
-        elif self._has_room(request):
-            self._start(request, self._left(request, prefill, attempts))
+        elif self._has_room(request, self._prefills, limits.LEFT_PREFILLS, limits.CLIENT_LEFT_PREFILLS):
+            self._start(request, self._prefills, self._left(request, prefill, attempts))
         else:
             prefill.cancel()
 
-    def release(self, request: Request, prefilled: Prefilled, attempts: Attempts) -> None:
-        """Releases the offer of this prefill through a decode server; if that fails, through another one.
+    def release(self, request: Request, attempts: Attempts) -> None:
+        """Releases the offers that are left over through a decode server; if that fails, through another one.
 
         Through the one that refused the request itself, and those that failed in `attempts`, only if no other does.
         """
-        if not self._has_room(request):
-            self._metrics.releases.labels("failed").inc()
+        offers, attempts.left_over = attempts.left_over, []
+        if not offers:
             return
-        self._start(request, self._released(request, prefilled, attempts))
+        if self._has_room(request, self._releases, limits.REQUESTS, limits.CLIENT_REQUESTS):
+            self._start(request, self._releases, self._released(request, offers, attempts))
+        else:
+            self._metrics.releases.labels("failed").inc(len(offers))
 
     async def close(self) -> None:
         """Waits for all that is being ended."""
         await asyncio.gather(*self._tasks)
 
-    def _has_room(self, request: Request) -> bool:
+    def _has_room(self, request: Request, counted: Shares, most: int, most_of_client: int) -> bool:
         client, size = request.client, request.body.size
-        room = self._requests.total < limits.CLEANUPS and self._requests.of(client) < limits.CLIENT_CLEANUPS
+        room = counted.total < most and counted.of(client) < most_of_client
         room = room and self._bytes.total + size <= limits.CLEANUP_BYTES
         if room and self._bytes.of(client) + size <= limits.CLIENT_CLEANUP_BYTES:
             return True
-        text = "an offer may stand until its ttl: what %d others of %d bytes have left is being ended, %d of them of %s"
-        logger.warning(text, self._requests.total, self._bytes.total, self._requests.of(client), client)
+        text = (
+            "an offer may stand until its ttl: of %d others (%d bytes) what they left is being ended, %d of them of %s"
+        )
+        logger.warning(text, counted.total, self._bytes.total, counted.of(client), client)
         return False
 
-    def _start(self, request: Request, work: Coroutine[None, None, None]) -> None:
+    def _start(self, request: Request, counted: Shares, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        self._count(request, 1)
-        task.add_done_callback(partial(self._ended, request))
+        counted.add(request.client, 1)
+        self._bytes.add(request.client, request.body.size)
+        task.add_done_callback(partial(self._ended, request, counted))
 
-    def _ended(self, request: Request, task: asyncio.Task[None]) -> None:
+    def _ended(self, request: Request, counted: Shares, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._count(request, -1)
-
-    def _count(self, request: Request, more: int) -> None:
-        self._requests.add(request.client, more)
-        self._bytes.add(request.client, more * request.body.size)
+        counted.add(request.client, -1)
+        self._bytes.add(request.client, -request.body.size)
 
     async def _left(self, request: Request, prefill: asyncio.Task[Prefilled | Whole], attempts: Attempts) -> None:
         try:
@@ -100,22 +106,26 @@ class Cleanup:
         if not isinstance(answer, Prefilled):
             return
         if attempts.settled:
-            await self._released(request, answer, attempts)
+            await self._released(request, [answer], attempts)
         else:
             attempts.left_over.append(answer)
 
-    async def _released(self, request: Request, prefilled: Prefilled, attempts: Attempts) -> None:
+    async def _released(self, request: Request, offers: Sequence[Prefilled], attempts: Attempts) -> None:
+        for offer in offers:
+            done = await self._is_released(request, offer, attempts)
+            self._metrics.releases.labels("done" if done else "failed").inc()
+
+    async def _is_released(self, request: Request, offer: Prefilled, attempts: Attempts) -> bool:
         asked: list[Server] = []
         while server := self._next(attempts, asked):
             asked.append(server)
             attempts.releases_at = server
-            if await self._released_by(server, request, prefilled):
-                self._metrics.releases.labels("done").inc()
-                return
+            if await self._is_released_by(server, request, offer):
+                return True
             attempts.tried.add(server)
         names = ", ".join(server.url for server in asked)
         logger.warning("an offer ends by its ttl: none of these decode servers releases it: %s", names)
-        self._metrics.releases.labels("failed").inc()
+        return False
 
     def _next(self, attempts: Attempts, asked: Sequence[Server]) -> Server | None:
         """The likeliest to release an offer of the decode servers that were not asked yet.
@@ -136,8 +146,8 @@ class Cleanup:
             left = others
         return min(left, key=doubts, default=None)
 
-    async def _released_by(self, server: Server, request: Request, prefilled: Prefilled) -> bool:
-        body = request.body.for_release(prefilled, server.engine, new_room())
+    async def _is_released_by(self, server: Server, request: Request, offer: Prefilled) -> bool:
+        body = request.body.for_release(offer, server.engine, new_room())
         try:
             async with (
                 asyncio.timeout(limits.RELEASE_SECONDS) as deadline,

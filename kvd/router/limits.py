@@ -16,8 +16,8 @@ CLIENT_REQUESTS: Final = REQUESTS // 2
 LISTINGS: Final = 64
 """Requests for the list of models that decode servers are asked at a time; each takes a connection, and 2 s at most."""
 
-OPEN_FILES: Final = CONNECTIONS + 2 * REQUESTS
-"""Descriptors that it may need: a request has connections to two servers, for a moment."""
+OPEN_FILES: Final = CONNECTIONS + 3 * REQUESTS
+"""Descriptors that it may need: a request has connections to two servers, for a moment, and its release has one."""
 
 HEADER_BYTES: Final = 16 * KIB
 """The request line, and each header; a token for authorization has a few KiB."""
@@ -117,15 +117,16 @@ PREFIXES_PER_REQUEST: Final = 64
 FIRST_PREFIX_BYTES: Final = 256
 """The shortest beginning of a prompt without messages, as JSON; the next ones are each twice as long."""
 
-CLEANUPS: Final = 128
-"""Requests of clients that are gone whose prefill is left to end, or whose offer is released, at a time. Beyond it
-prefills are aborted, and offers end by the prefill engine's `offer_ttl`."""
+LEFT_PREFILLS: Final = 128
+"""Prefills of clients that are gone, or of pairs that failed, that are left to end, at a time; more are aborted. Of
+requests whose offers are released there are as many as `REQUESTS`: a decode server that dies may have had all."""
 
-CLIENT_CLEANUPS: Final = CLEANUPS // 2
+CLIENT_LEFT_PREFILLS: Final = LEFT_PREFILLS // 2
 """Those of one client's address: who leaves again and again would take the place of all others."""
 
 CLEANUP_BYTES: Final = 128 * MIB
-"""The bodies of those requests, which are kept; with what is made of them about three times that."""
+"""The bodies of both, which are kept; with what is made of them about three times that. Beyond it offers end by the
+prefill engine's `offer_ttl`."""
 
 CLIENT_CLEANUP_BYTES: Final = CLEANUP_BYTES // 2
 """Those of one client's address."""

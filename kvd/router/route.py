@@ -266,9 +266,7 @@ class Router:
         """
         attempts.settled = True
         self._put_off(attempts)
-        for prefilled in attempts.left_over:
-            self._cleanup.release(request, prefilled, attempts)
-        attempts.left_over.clear()
+        self._cleanup.release(request, attempts)
 
     def _put_off(self, attempts: Attempts) -> None:
         """Notes the offer that is left, if one is, for when another server has the request."""

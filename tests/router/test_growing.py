@@ -429,7 +429,7 @@ async def test_a_decode_server_that_is_lost_late_or_busy_has_its_prefill_ended_a
 async def test_a_request_whose_servers_are_lost_together_fails_where_no_other_can_prefill_it_and_leaves_no_offer(
     prefilling: Growing, decoding: Decoding, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(limits, "CLEANUPS", 0)
+    monkeypatch.setattr(limits, "LEFT_PREFILLS", 0)
     beside = Early.beside
 
     async def after_both(early: Early, decoding: Any, has_begun: Any) -> bool:
@@ -551,6 +551,7 @@ async def test_nothing_of_a_prefills_answer_is_kept_while_its_request_is_decoded
         held.extend(one for one in gc.get_objects() if type(one) is Whole)  # isinstance() asks each object
         return answer
 
+    gc.collect()  # those of tests before
     async with routed([prefilling], [decoding]) as stage:
         await known(stage, prefilling)
         decoding.early = looking
@@ -594,7 +595,7 @@ async def test_a_prefill_whose_decode_server_has_failed_may_end_when_its_client_
 async def test_an_offer_that_is_left_without_room_is_counted(
     prefilling: Growing, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "CLEANUPS", 0)
+    monkeypatch.setattr(limits, "CLEANUP_BYTES", 0)
     decoding.early = stalled_before_its_first_token
     async with routed([prefilling], [decoding]) as stage:
         await known(stage, prefilling)

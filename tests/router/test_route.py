@@ -597,51 +597,40 @@ async def test_an_offer_is_released_whose_client_leaves_before_the_decode_server
         assert stage.decode[1].releases[0]["kv_transfer_params"] == PARAMS
 
 
-async def test_all_offers_of_a_request_are_released_by_one_server() -> None:
+async def test_all_offers_of_a_request_are_released_by_one_server_and_count_as_one(monkeypatch) -> None:
     """If the request brings servers down, no further one gets it."""
     fails = iter([vanishing, vanishing, hanging])
-    seen = asyncio.Event()
 
     async def answer(server: Scripted, request, body):
-        if body in server.asked:
-            return await next(fails)(server, request, body)
-        await seen.wait()
-        return await decoded(server, request, body)
+        return await (next(fails) if body in server.asked else decoded)(server, request, body)
 
     async with routed([prefilled], [answer] * 6) as stage:
+        monkeypatch.setattr(limits, "CLIENT_CLEANUP_BYTES", len(json.dumps(BODY)) + 100)
         asking = asyncio.create_task(stage.ask())
         await until(lambda: sum(len(server.asked) for server in stage.decode) == 3)
         asking.cancel()
-        await until(lambda: sum(len(server.releases) for server in stage.decode) == 3)
+        await stage.server._intake.idle.wait()
+        await stage.server._router.close()
         assert sorted(len(server.releases) for server in stage.decode) == [0] * 5 + [3]
-        seen.set()
 
 
-async def test_the_server_that_serves_a_request_releases_what_others_left_of_it() -> None:
-    """Another one may fail at it, too, as those did; that one has not."""
-    fails = iter([vanishing, vanishing])
-    released = asyncio.Event()
+async def test_all_offers_that_a_server_had_when_it_died_are_released(monkeypatch) -> None:
+    """However few of those may be left whose clients have left."""
+    monkeypatch.setattr(limits, "CLIENT_LEFT_PREFILLS", 1)
+    died = asyncio.Event()
 
-    async def answer(server: Scripted, request, body):
-        if body in server.asked and (fail := next(fails, None)) is not None:
-            return await fail(server, request, body)
-        if not server.asked:
-            return await failing(server, request, body)
-        stream = await streaming(request)
-        await stream.write(event(0))
-        if body in server.asked:
-            await released.wait()
-        await stream.write(DONE)
-        return stream
+    async def dying(server: Scripted, request, body):
+        await died.wait()
+        return await vanishing(server, request, body)
 
-    async with routed([prefilled], [answer] * 4) as stage:
-        asking = asyncio.create_task(stage.ask())
-        await until(lambda: sum(len(server.asked) for server in stage.decode) == 3)
-        await until(lambda: sum(len(server.releases) for server in stage.decode) >= 2)
-        await stage.server._router._cleanup.close()
-        released.set()
-        assert (await asking)[0] == 200
-        assert sorted(len(server.releases) for server in stage.decode) == [0, 0, 0, 2]
+    async with routed([prefilled], [dying, decoded]) as stage:
+        asking = [asyncio.create_task(stage.ask()) for _ in range(8)]
+        await until(lambda: stage.decode[0].open + len(stage.decode[1].asked) == 8)
+        lost = stage.decode[0].open
+        died.set()
+        assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 8
+        await stage.server._router.close()
+        assert len(stage.decode[1].releases) == lost > 1
 
 
 async def test_a_prefill_server_without_a_connector_is_named() -> None:
@@ -845,7 +834,7 @@ async def test_an_offer_that_a_decode_server_hangs_with_is_released_by_another(m
 
 
 async def test_prefills_of_clients_that_are_gone_have_a_bound(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(limits, "CLEANUPS", 1)
+    monkeypatch.setattr(limits, "LEFT_PREFILLS", 1)
     async with routed([hanging], [decoded]) as stage:
         asking = [asyncio.create_task(stage.ask()) for _ in range(3)]
         await stage.prefill[0].until(lambda server: server.open == 3)
@@ -873,7 +862,7 @@ async def test_bodies_of_clients_that_are_gone_have_a_bound_until_their_prefills
         assert stage.server._router._cleanup._bytes.total == 0
 
 
-@pytest.mark.parametrize(("bound", "most"), [("CLIENT_CLEANUPS", 1), ("CLIENT_CLEANUP_BYTES", 3000)])
+@pytest.mark.parametrize(("bound", "most"), [("CLIENT_LEFT_PREFILLS", 1), ("CLIENT_CLEANUP_BYTES", 3000)])
 async def test_a_client_that_leaves_again_and_again_takes_no_place_of_others(monkeypatch, bound, most) -> None:
     monkeypatch.setattr(limits, bound, most)
     monkeypatch.setattr(limits, "LEAVE_SECONDS", 600.0)
@@ -894,7 +883,7 @@ async def test_a_client_that_leaves_again_and_again_takes_no_place_of_others(mon
         gone.set()
         await stage.server._router.close()
         assert [len(body["prompt"]) for body in stage.decode[0].releases] == [2000, len(BODY["prompt"])]
-        assert not stage.server._router._cleanup._requests._of
+        assert not stage.server._router._cleanup._bytes._of
 
 
 class _Never:

@@ -122,7 +122,7 @@ async def test_an_offer_that_no_decode_server_took_is_released(routed: Routed) -
             asked = make_body(MODEL, make_prompt(700, seed=30 + number), TOKENS)
             params = Prefilled(msgspec.Raw(msgspec.json.encode(await prefill(routed.pair.prefill.url, asked))))
             request = Request(PATH, Body(msgspec.json.encode(asked)), passed_on({}), 0.0, client="")
-            cleanup.release(request, params, Attempts())
+            cleanup.release(request, Attempts(left_over=[params]))
             await cleanup.close()
     await routed.nothing_is_held()
 
