@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import command
+from benchmarks.router.relay import KINDS
 from benchmarks.router.upstream import BODY, PATH, PREFILL
 from kvd.bench import report
 from kvd.bench.spinners import Spinners
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.make_parser("router", "Measures what the router adds to a request's first token.")
     parser.add_argument("--rate", type=float, default=50.0, help="requests a second through the router (default: 50)")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long (default: 30)")
-    parser.add_argument("--relay", action="store_true", help="put a process that only passes bytes on in its place")
+    parser.add_argument("--relay", choices=KINDS, help="put a process that decides nothing in its place")
     parser.add_argument("--busy", type=int, default=2, metavar="N", help="beside N spinning processes (default: 2)")
     return command.run(parser, _measure, arguments)
 
@@ -61,7 +62,7 @@ def _measure(args: argparse.Namespace) -> None:
             _started(processes, logs, role, "benchmarks.router.upstream") for role in ("prefill", "decode")
         )
         if args.relay:
-            router = _started(processes, logs, "relay", "benchmarks.router.relay", prefill, decode)
+            router = _started(processes, logs, "relay", "benchmarks.router.relay", args.relay, prefill, decode)
         else:
             flags = ["router", "--listen", "127.0.0.1:0", "--prefill", prefill, "--decode", decode]
             router = _started(processes, logs, "router", "kvd.cli.main", *flags)
@@ -123,7 +124,7 @@ def _table(figures: dict[str, dict[str, float]], requests: int, args: argparse.N
     table.title = f"{requests} requests each way, {args.rate:g} a second"
     table.caption = f"beside {args.busy} spinning processes"
     if args.relay:
-        table.caption += "; routed by a process that only passes bytes on"
+        table.caption += f"; routed by a process that only passes {args.relay} on"
     for way, times in figures.items():
         table.add_row(way, *(f"{times[name]:.2f}" for name in ("p50", "p99")))
     return table

@@ -15,7 +15,7 @@ def test_what_the_router_adds_is_the_difference_of_quantiles() -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("between", [[], ["--relay"]])
+@pytest.mark.parametrize("between", [[], ["--relay", "bytes"], ["--relay", "http"]])
 def test_both_ways_are_measured_and_kept(
     between: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
