@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from kvd.cli.status import add_daemon_flags, socket_of
+from kvd.cli.terminal import shown
 from kvd.daemon.config import load
 from kvd.doctor import Finding, Level
 from kvd.doctor.daemon import check_daemon
@@ -19,7 +19,6 @@ from kvd.doctor.gpus import check_gpus
 from kvd.doctor.host import check_huge_pages, check_memlock, check_rdma
 from kvd.doctor.loopback import check_transfer
 from kvd.doctor.samehost import check_copy
-from kvd.units import printable
 
 _TRANSFER_SECONDS = 60.0
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.SLOW: "yellow", Level.BROKEN: "red"}
@@ -59,16 +58,11 @@ def _findings(args: argparse.Namespace) -> Iterator[Finding]:
         yield from check_transfer(_TRANSFER_SECONDS)
 
 
-def _shown(text: str) -> str:
-    """For a terminal: peers and other processes have a say in it."""
-    return escape(printable(text))
-
-
 def _view(findings: list[Finding]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
         style = _STYLES[finding.level]
-        table.add_row(f"[{style}]{finding.level.value}[/]", f"[bold]{_shown(finding.subject)}[/]", _shown(finding.text))
+        table.add_row(f"[{style}]{finding.level.value}[/]", f"[bold]{shown(finding.subject)}[/]", shown(finding.text))
         if finding.fix:
-            table.add_row("", "", f"[dim]fix: {_shown(finding.fix)}[/]")
+            table.add_row("", "", f"[dim]fix: {shown(finding.fix)}[/]")
     return table

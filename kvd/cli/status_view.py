@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from kvd.cli.terminal import shown
 from kvd.protocol.status import PeerStatus, StatusReport
 from kvd.transport.path import Kind, kind_of
 from kvd.units import printable, size
@@ -39,11 +39,6 @@ def tables(status: StatusReport) -> Iterable[RenderableType]:
     yield _counts(status)
 
 
-def _shown(text: str) -> str:
-    """For a terminal: peers, and whoever listens at the socket, have a say in it."""
-    return escape(printable(text))
-
-
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
@@ -58,7 +53,7 @@ def _pools(status: StatusReport) -> Table:
         busy = status.scheduler.busy_blocks.get(pool.worker, 0)
         kept = log.kept if log else 0
         memory = f"{pool.backing or '-'} {pool.device[:12]}".rstrip()  # the first eight digits of the UUID
-        table.add_row(_shown(pool.worker), size(pool.bytes), _shown(memory), _shown(pool.state), str(busy), str(kept))
+        table.add_row(shown(pool.worker), size(pool.bytes), shown(memory), shown(pool.state), str(busy), str(kept))
     return table
 
 
@@ -67,15 +62,15 @@ def _peers(peers: list[PeerStatus]) -> Table:
     for peer in peers:
         kind = kind_of(peer.path)
         style = "red" if peer.slow else "dim" if kind is Kind.UNKNOWN else "green"
-        state = peer.state if peer.state in ("ready", "refreshing") else f"[yellow]{_shown(peer.state)}[/]"
+        state = peer.state if peer.state in ("ready", "refreshing") else f"[yellow]{shown(peer.state)}[/]"
         path = f"[{style}]{kind.value}{' (slow)' if peer.slow else ''}[/]"
         heard = f"{peer.silent_seconds:.1f} s ago"
-        table.add_row(_shown(peer.daemon or "?"), _shown(peer.address), state, path, _shown(peer.path or "-"), heard)
+        table.add_row(shown(peer.daemon or "?"), shown(peer.address), state, path, shown(peer.path or "-"), heard)
         if peer.unreached_seconds is not None:
             text = f"its memory has not been reached for {peer.unreached_seconds:.0f} s: {peer.last_loss}"
-            table.add_row("", "", "", f"[red]{_shown(text)}[/]")
+            table.add_row("", "", "", f"[red]{shown(text)}[/]")
         elif note := peer.slow or (peer.last_loss if peer.state not in ("ready", "refreshing") else ""):
-            table.add_row("", "", "", f"[red]{_shown(note)}[/]")
+            table.add_row("", "", "", f"[red]{shown(note)}[/]")
     return table
 
 
@@ -87,16 +82,16 @@ def _counts(status: StatusReport) -> Table:
         f"{leases.active} active, {leases.claimed} claimed, {leases.claims_held} claims held, "
         f"{leases.claims_waiting} claims waiting",
     )
-    states = ", ".join(f"{count} {_shown(state)}" for state, count in pulls.transfers.items()) or "no transfers"
+    states = ", ".join(f"{count} {shown(state)}" for state, count in pulls.transfers.items()) or "no transfers"
     quarantined = f"[red]{pulls.quarantined} quarantined[/]" if pulls.quarantined else "0 quarantined"
     table.add_row("[bold]pulls[/]", f"{pulls.pulls} open ({states}), {quarantined}")
-    held = ", ".join(f"{count} {_shown(state)}" for state, count in (leases.blocks | pulls.blocks).items() if count)
+    held = ", ".join(f"{count} {shown(state)}" for state, count in (leases.blocks | pulls.blocks).items() if count)
     table.add_row("[bold]blocks[/]", held or "none held")
     totals = status.totals
     processor = status.processor
     if processor.waited:
         style = "red" if processor.starved else "default"
-        table.add_row("[bold]processor[/]", f"[{style}]{_shown(processor.text)}[/]")
-    ended = ", ".join(f"{count} {_shown(outcome)}" for outcome, count in sorted(totals.pulls.items())) or "none"
+        table.add_row("[bold]processor[/]", f"[{style}]{shown(processor.text)}[/]")
+    ended = ", ".join(f"{count} {shown(outcome)}" for outcome, count in sorted(totals.pulls.items())) or "none"
     table.add_row("[bold]so far[/]", f"{ended}; {size(totals.read_bytes)} in {totals.read_descriptors} descriptors")
     return table

@@ -7,7 +7,6 @@ from typing import Final
 from kvd.cgroups import ROOT, Quota, processor_group, quotas
 from kvd.doctor import Finding, Level
 from kvd.protocol.status import ProcessorStatus
-from kvd.units import printable
 
 _PROC: Final = Path("/proc")
 _WEIGHT: Final = 100
@@ -48,7 +47,7 @@ def check_groups(daemon: int, workers: Mapping[str, int], proc: Path = _PROC, cg
 
 
 def _quota(quota: Quota) -> Finding:
-    text = f"{printable(str(quota.folder))} may use {quota.cores:g} cores"
+    text = f"{quota.folder} may use {quota.cores:g} cores"
     if not quota.throttled:
         text += ", and was not stopped for using more yet"
         return Finding("processor quota", Level.NOTE, text, _QUOTA_FIX)
@@ -57,7 +56,7 @@ def _quota(quota: Quota) -> Finding:
 
 
 def _weight(folder: Path, weight: float) -> Finding:
-    text = f"{printable(str(folder))} has cpu.weight {weight:g}, where {_WEIGHT} is usual"
+    text = f"{folder} has cpu.weight {weight:g}, where {_WEIGHT} is usual"
     if weight < _WEIGHT:
         return Finding("processor weight", Level.SLOW, text, _WEIGHT_FIX)
     return Finding("processor weight", Level.OK, text)
