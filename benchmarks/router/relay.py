@@ -16,7 +16,7 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
-from benchmarks.router.upstream import BODY, PATH, PREFILL
+from benchmarks.router.upstream import BODY, PATH, PREFILL, announced
 
 KINDS: Final = ("bytes", "http")
 _PREFILL: Final = json.dumps(BODY | PREFILL).encode()
@@ -36,7 +36,7 @@ class _Bytes:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one connection of a client."""
         (prefill, to_prefill), (decode, to_decode) = [await asyncio.open_connection(*at) for at in self._servers]
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # the client has ended
+        with contextlib.suppress(EOFError, ConnectionError):  # the client or a server has ended
             while True:
                 request = await _message(reader)
                 to_prefill.write(self._prefill)
@@ -45,6 +45,8 @@ class _Bytes:
                 part = b""
                 while not part.endswith(_END):
                     part = await decode.read(1 << 16)
+                    if not part:
+                        raise EOFError
                     writer.write(part)
         for each in (to_prefill, to_decode, writer):
             each.close()
@@ -83,9 +85,7 @@ async def _serve(kind: str, prefill: str, decode: str) -> None:
         else:
             handler = web.Server(_Http(prefill, decode, session).handle, access_log=None)
             server = await asyncio.get_running_loop().create_server(handler, "127.0.0.1", 0)
-        host, port = server.sockets[0].getsockname()
-        print(f"serving on http://{host}:{port}", flush=True)
-        await server.serve_forever()
+        await announced(server)
 
 
 if __name__ == "__main__":

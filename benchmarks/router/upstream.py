@@ -33,12 +33,16 @@ async def _handle(request: web.BaseRequest) -> web.StreamResponse:
     return stream
 
 
-async def _serve() -> None:
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(web.Server(_handle, access_log=None), "127.0.0.1", 0)
+async def announced(server: asyncio.Server) -> None:
+    """Says where it serves, and serves."""
     host, port = server.sockets[0].getsockname()
     print(f"serving on http://{host}:{port}", flush=True)
     await server.serve_forever()
+
+
+async def _serve() -> None:
+    loop = asyncio.get_running_loop()
+    await announced(await loop.create_server(web.Server(_handle, access_log=None), "127.0.0.1", 0))
 
 
 if __name__ == "__main__":
