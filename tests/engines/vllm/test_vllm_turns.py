@@ -324,10 +324,13 @@ def test_turns_are_not_given_up_for_a_request_that_lacks_no_blocks(end: str) -> 
     assert engine.take_metadata().withdrawals == []
 
 
+@pytest.mark.parametrize(("steps", "seconds"), [(9, 0.11), (2, 10.0)])
 def test_a_running_request_that_lacks_a_block_waits_for_a_turn_instead_of_a_preemption(
-    monkeypatch: pytest.MonkeyPatch,
+    steps: int, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = Manager(64)
+    """For a second, and for two long steps: what came in the first one is not known yet in the next."""
+    manager, now = Manager(64), [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     engine = side(manager)
     assert not engine.turns.kept.frees()
     keep(engine, manager, "a", *range(1, 5))
@@ -336,13 +339,14 @@ def test_a_running_request_that_lacks_a_block_waits_for_a_turn_instead_of_a_pree
     assert engine.turns.kept.frees()
     (withdrawn,) = engine.take_metadata().withdrawals
     assert "ra#" in withdrawn
-    monkeypatch.setattr(kept_turns, "_FREED_SECONDS", 0.0)
-    for _ in range(2):  # steps may take longer than that, and what came in the first one is not known yet
+    for _ in range(steps):
+        now[0] += seconds
         assert engine.turns.kept.frees()
         assert engine.unsent
         assert engine.take_metadata().withdrawals == []
-    assert not engine.unsent
+    now[0] += seconds
     assert not engine.turns.kept.frees()  # a daemon that does not answer is waited for no longer
+    assert not engine.unsent
 
 
 def test_no_more_is_given_up_than_a_request_lacks_where_turns_share_blocks() -> None:

@@ -8,7 +8,6 @@ vLLM has no blocks for a request that waits or runs: the oldest turn whose block
 turns that it continued, whose blocks it had, too.
 """
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 from kvd.engines.vllm.block_manager import BlockManager
+from kvd.engines.vllm.step_clock import StepClock
 
 _SCARCE = 1 / 16
 """The share of the cache that must be free for an answer to be kept: with less it would soon be given up."""
@@ -27,8 +27,8 @@ _FREED_SECONDS = 1.0
 """How long vLLM waits for blocks that are given up before it preempts a request: daemons answer in milliseconds."""
 
 _FREED_STEPS = 3
-"""For how many steps at least, however long they take: it plans one ahead, and hears after it what came in it. What a
-daemon answers while a step goes on is heard of at the end of the next one."""
+"""So many steps at least are within that time, however long they take: vLLM plans one ahead, and hears after it what
+came in it. What a daemon answers while a step goes on is heard of at the end of the next one."""
 
 
 @dataclass(slots=True)
@@ -43,10 +43,9 @@ class _Kept:
     """VLLM's, without null blocks."""
     ranks: int
     """Whose daemons have not let go of it."""
-    given_up: float = 0.0
-    """When, in monotonic time."""
-    step: int = 0
-    """After how many steps that was."""
+    given_up: bool = False
+    awaited_until: float = 0.0
+    """If it is given up, how long its blocks are waited for, by the clock of steps."""
     lost: str = ""
     """Why it ended on the first rank on which it was not read: then nobody can read all of it."""
 
@@ -73,8 +72,7 @@ class KeptTurns:
         """Requests without blocks that vLLM has come to in this step, and has given none yet."""
         self._withdrawals: list[str] = []
         self._ends: list[str] = []
-        self._steps = 0
-        """How many were planned."""
+        self._clock = StepClock(longest=_FREED_SECONDS / _FREED_STEPS)
 
     # --- one turn ---------------------------------------------------------------------------------------------------
 
@@ -152,7 +150,7 @@ class KeptTurns:
         Those that are loaded come first, as they do at vLLM, which comes to nothing behind one that lacks blocks.
         It may be more than that lacks (`BlockManager.shortage`).
         """
-        self._steps += 1
+        self._clock.look()
         request = next(chain(self._loaded.values(), self._asked.values()), None)
         self._asked.clear()
         if self._kept and request is not None:
@@ -160,6 +158,7 @@ class KeptTurns:
 
     def frees(self) -> bool:
         """A running request lacks a block: whether some will be free soon. Gives turns up if none are on their way."""
+        self._clock.look()
         if not self._coming():
             self._free(max(1, int(_LEAST_GIVEN_UP * self._manager.pool.num_gpu_blocks)) if self._kept else 0)
         return self.freeing and self._coming() > 0
@@ -172,8 +171,7 @@ class KeptTurns:
     @property
     def freeing(self) -> bool:
         """Whether blocks were given up that are not free yet, not long ago."""
-        soon, step = time.monotonic() - _FREED_SECONDS, self._steps - _FREED_STEPS
-        return any(kept.given_up and (kept.given_up > soon or kept.step > step) for kept in self._kept.values())
+        return any(kept.awaited_until > self._clock.now for kept in self._kept.values())
 
     def take_withdrawals(self) -> list[str]:
         """Offers that the workers are to withdraw."""
@@ -229,7 +227,7 @@ class KeptTurns:
         """Returns the blocks that no turn holds any more."""
         if kept.given_up:
             return set()
-        kept.given_up, kept.step = time.monotonic(), self._steps
+        kept.given_up, kept.awaited_until = True, self._clock.now + _FREED_SECONDS
         self._withdrawals.append(kept.offer)
         self._going.update(map(id, kept.blocks))
         self._leaving.update((id(block), block) for block in kept.blocks)
