@@ -35,7 +35,8 @@ class Attempts:
     in_turn: bool = False
     """Both servers are not asked at once any more."""
     taken: bool = False
-    """The decode server's engine has the request: if it aborts that, it lets go of the offer, too."""
+    """The decode server's engine has begun the answer: if it aborts that, it lets go of the offer, too. One that says
+    an error need not have the request: vLLM refuses some in the stream."""
     answered: bool = False
     """The answer to the client has begun."""
     settled: bool = False

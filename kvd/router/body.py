@@ -71,6 +71,7 @@ class Body:
         if bytes(self.fields.pop("kv_transfer_params", NULL)) != bytes(NULL):
             text = "kv_transfer_params is set by the router, which gets it from a prefill server: leave it out"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
+        self.fields.pop("rid", None)  # a client that leaves would have SGLang end all whose ids begin with its own
         self.choices = 1 if (number := self._field("n", int | None)) is None else number
         """How many completions of the prompt are asked for."""
         if not 1 <= self.choices <= MAX_CONSUMERS:

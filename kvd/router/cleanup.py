@@ -52,7 +52,8 @@ class Cleanup:
             if isinstance(answer, Prefilled):
                 attempts.left_over.append(answer)
         elif self._has_room(request, self._prefills, limits.LEFT_PREFILLS, limits.CLIENT_LEFT_PREFILLS):
-            self._start(request, self._prefills, self._left(request, prefill, attempts))
+            ended = self._start(request, self._prefills, self._left(prefill, attempts))
+            ended.add_done_callback(partial(self._left_over, request, attempts))
         else:
             prefill.cancel()
 
@@ -71,7 +72,8 @@ class Cleanup:
 
     async def close(self) -> None:
         """Waits for all that is being ended."""
-        await asyncio.gather(*self._tasks)
+        while self._tasks:  # what prefills leave is released when they have ended
+            await asyncio.gather(*self._tasks)
 
     def _has_room(self, request: Request, counted: Shares, most: int, most_of_client: int) -> bool:
         client, size = request.client, request.body.size
@@ -85,29 +87,31 @@ class Cleanup:
         logger.warning(text, counted.total, self._bytes.total, counted.of(client), client)
         return False
 
-    def _start(self, request: Request, counted: Shares, work: Coroutine[None, None, None]) -> None:
+    def _start(self, request: Request, counted: Shares, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         counted.add(request.client, 1)
         self._bytes.add(request.client, request.body.size)
         task.add_done_callback(partial(self._ended, request, counted))
+        return task
 
     def _ended(self, request: Request, counted: Shares, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         counted.add(request.client, -1)
         self._bytes.add(request.client, -request.body.size)
 
-    async def _left(self, request: Request, prefill: asyncio.Task[Prefilled | Whole], attempts: Attempts) -> None:
+    def _left_over(self, request: Request, attempts: Attempts, _: asyncio.Task[None]) -> None:
+        """A prefill that was left has ended, and takes no place of others any more while its offer is released."""
+        if attempts.settled:
+            self.release(request, attempts)
+
+    async def _left(self, prefill: asyncio.Task[Prefilled | Whole], attempts: Attempts) -> None:
         try:
             async with asyncio.timeout(limits.LEAVE_SECONDS):
                 answer = await prefill  # the deadline cancels it, which aborts it on its server
         except (TimeoutError, ServerFailed):
             return
-        if not isinstance(answer, Prefilled):
-            return
-        if attempts.settled:
-            await self._released(request, [answer], attempts)
-        else:
+        if isinstance(answer, Prefilled):
             attempts.left_over.append(answer)
 
     async def _released(self, request: Request, offers: Sequence[Prefilled], attempts: Attempts) -> None:
@@ -169,7 +173,7 @@ class Cleanup:
 async def _taken(answer: Answer) -> None:
     """Waits until the engine has the request: for its first event, or, if it queues or loads, for a moment.
 
-    An engine that says an error has let go of the offer.
+    An engine that says an error has let go of the offer; a release has nothing that is refused before.
 
     Raises:
         ServerFailed: The answer ends without one, or is broken off.

@@ -240,11 +240,10 @@ class Router:
                 await _relay(answer, await answer.part(), client)
                 return
             said, first = await answer.beginning()
-            attempts.prefilled, attempts.taken = None, True
             if said is Said.ERROR:
                 text = first[:MAX_ERROR_TEXT].decode(errors="replace").strip()
                 raise ServerFailed(ErrorCode.PEER_LOST, server, f"failed: {text}")
-            attempts.answered = True
+            attempts.prefilled, attempts.taken, attempts.answered = None, True, True
             if early is not None:
                 self._metrics.early.labels("done").inc()
             self._served(server, attempts)
@@ -286,10 +285,9 @@ class Router:
             self._has_prefilled(early.server, prefilled, attempts)
         elif isinstance(early.failure, ServerFailed):
             self._note(early.failure, attempts)
-        decodes = attempts.taken and attempts.answered  # a server that has said an error reads nothing any more
-        if decodes and not early.answer.done():
+        if attempts.taken and not early.answer.done():
             self._served(early.server, attempts)
-        if decodes and (early.is_as_told or not early.answer.done()):
+        if attempts.taken and (early.is_as_told or not early.answer.done()):
             early.answer.cancel()
         else:
             self._cleanup.leave(request, early.answer, attempts)

@@ -207,6 +207,12 @@ def test_what_nobody_reads_of_a_prefill_is_not_asked_for() -> None:
     assert json.loads(body.for_decode(Prefilled(msgspec.Raw(b"{}"))))["prompt_logprobs"] == 20
 
 
+def test_a_client_does_not_choose_the_id_by_which_sglang_ends_requests():
+    body = Body(b'{"prompt": "a", "rid": "a"}')
+    assert body.for_decode(None, Engine.SGLANG) == b'{"prompt":"a"}'
+    assert b"rid" not in body.for_prefill()
+
+
 def test_parameters_that_are_null_are_none() -> None:
     body = Body(b'{"prompt": "a", "kv_transfer_params": null}')
     assert json.loads(body.for_decode(None)) == {"prompt": "a"}

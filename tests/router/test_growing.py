@@ -5,6 +5,7 @@ import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -492,6 +493,35 @@ async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_release
         prefilling.gate.set()
         await stage.decode[0].until(lambda server: len(server.releases) == 1)
         assert asked_early(stage.decode[0].releases[0])
+
+
+async def test_a_router_that_stops_releases_what_it_has_cancelled(
+    prefilling: Growing, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "STOP_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "LEAVE_SECONDS", MOMENT)
+    decoding.early = stalled_before_its_first_token
+    async with routed([prefilling], [decoding]) as stage:
+        await known(stage, prefilling)
+        asking = asyncio.create_task(stage.ask(prompt="other"))
+        await stage.decode[0].until(lambda server: server.open == 1)
+        closing = asyncio.Event()
+        close = stage.server._router.close
+
+        async def noted() -> None:
+            closing.set()
+            await close()
+
+        monkeypatch.setattr(stage.server._router, "close", noted)
+        stopping = asyncio.create_task(stage.server.__aexit__(None, None, None))
+        await closing.wait()
+        assert prefilling.gate is not None
+        prefilling.gate.set()
+        await stopping
+        assert len(stage.decode[0].releases) == 1
+        assert stage.prefill[0].aborted == 0
+        with pytest.raises(aiohttp.ClientError):
+            await asking
 
 
 async def test_the_ticket_of_a_prefill_whose_request_was_computed_elsewhere_is_released(

@@ -579,11 +579,13 @@ async def test_a_request_that_no_decode_server_serves_gets_to_no_more_of_them_by
 
 
 @pytest.mark.parametrize("bad", [failing_in_stream, failing_after_role])
-async def test_an_offer_is_let_go_of_by_the_engine_that_says_an_error(bad) -> None:
+async def test_an_offer_is_released_though_a_decode_server_says_an_error(bad) -> None:
+    """VLLM refuses some of what only its decode gets in the stream, before its engine has the request: logprobs."""
     async with routed([prefilled], [bad, decoded]) as stage:
         assert (await stage.ask())[0] == 200
         await stage.server._router.close()
-        assert stage.decode[0].releases == stage.decode[1].releases == []
+        assert [body["kv_transfer_params"] for body in stage.decode[1].releases] == [PARAMS]
+        assert stage.decode[0].releases == []
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -843,6 +845,26 @@ async def test_prefills_of_clients_that_are_gone_have_a_bound(monkeypatch, caplo
         await stage.prefill[0].until(lambda server: server.aborted == 2)
         assert stage.prefill[0].open == 1
         assert caplog.text.count("an offer may stand until its ttl") == 2
+
+
+async def test_a_prefill_that_was_left_takes_no_place_of_others_while_its_offer_is_released(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "LEFT_PREFILLS", 1)
+    gone, released = asyncio.Event(), asyncio.Event()
+
+    async def queueing(server: Scripted, request, body):
+        await released.wait()
+        return await decoded(server, request, body)
+
+    async with routed([_prefilled_after(gone)], [queueing]) as stage:
+        await _leave_in_prefill(stage, gone)
+        await stage.decode[0].until(lambda server: len(server.releases) == 1)
+        gone.clear()
+        await _leave_in_prefill(stage, gone)
+        await stage.decode[0].until(lambda server: len(server.releases) == 2)
+        assert stage.prefill[0].aborted == 0
+        released.set()
+        await stage.server._router.close()
+        assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 2
 
 
 async def test_bodies_of_clients_that_are_gone_have_a_bound_until_their_prefills_have_ended(monkeypatch) -> None:
