@@ -54,6 +54,9 @@ PATIENCE_SECONDS = 5.0
 _HELD_AGAIN = {ErrorCode.CANCELLED, ErrorCode.DAEMON_LOST, ErrorCode.PEER_LOST, ErrorCode.DEADLINE}
 """Why a hold may end although its offer stands: a session or a link was lost, the daemon is new, an hour is over."""
 
+_HOLD_SECONDS = 1.0
+"""By `StepClock`: how often one hold is sent at most. A daemon that cannot be met at all fails it at once."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -73,8 +76,10 @@ class WorkerSide:
         self._orders = Orders(self._send_one, self._give_up)
         self._pulls: dict[str, tuple[PullOrder, float]] = {}
         """Pulls that are sent, and when."""
-        self._holds: dict[str, HoldOrder] = {}
-        """Holds that are sent; their pulls name them."""
+        self._holds: dict[str, tuple[HoldOrder, float]] = {}
+        """Holds that are sent, and when by `StepClock`; their pulls name them."""
+        self._holds_due: dict[str, tuple[HoldOrder, float]] = {}
+        """Holds that ended as soon as they were sent, and when they are sent again."""
         self._offers: dict[str, OfferOrder] = {}
         self._turn_ends: list[tuple[str, str]] = []
         self._growing = GrowingOffers(client, offer_ttl, self._growing_ended)
@@ -88,6 +93,7 @@ class WorkerSide:
     def begin(self, metadata: StepMetadata) -> None:
         """A step begins: sends what the scheduler decided."""
         self._clock.look()
+        self._hold_again()
         pulls = [self._refuse(pull) if pull.refused else pull for pull in metadata.pulls]
         for orders in (metadata.holds, [pull for pull in pulls if pull.ticket], metadata.offers):
             for order in orders:
@@ -179,7 +185,7 @@ class WorkerSide:
             self._client.cancel(order.request)
         elif isinstance(order, HoldOrder):
             self._client.pull(order.hold, order.ticket, blocks=(), timeout=MAX_PULL_TIMEOUT, hold=True)
-            self._holds[order.hold] = order
+            self._holds[order.hold] = order, self._clock.now
         elif isinstance(order, OfferOrder):
             self._client.offer_nowait(
                 order.offer,
@@ -237,6 +243,7 @@ class WorkerSide:
         """Nothing more of this request's offer is wanted."""
         if self._holds.pop(order.consumer, None) is not None:
             self._wait_to_send(Cancel(order.consumer))
+        self._holds_due.pop(order.consumer, None)
         for waiting in self._orders:
             if isinstance(waiting, HoldOrder) and waiting.hold == order.consumer:
                 self._orders.replace(waiting, None)  # it was about to be sent again
@@ -283,13 +290,21 @@ class WorkerSide:
                 logger.error("the daemon of %s: %s: %s", self._name, code, text)
 
     def _hold_ended(self, hold: str, code: str, text: str) -> None:
-        order = self._holds.pop(hold, None)
+        order, sent_at = self._holds.pop(hold, (None, 0.0))
         if order is None:
             return  # it was being cancelled
-        if code in _HELD_AGAIN:
-            self._wait_to_send(order)
-        else:
+        if code not in _HELD_AGAIN:
             self._not_held(order, code, text)
+        elif self._clock.now < sent_at + _HOLD_SECONDS:
+            self._holds_due[hold] = order, sent_at + _HOLD_SECONDS
+        else:
+            self._wait_to_send(order)
+
+    def _hold_again(self) -> None:
+        for hold, (order, due) in tuple(self._holds_due.items()):
+            if due <= self._clock.now:
+                del self._holds_due[hold]
+                self._wait_to_send(order)
 
     def _not_held(self, order: HoldOrder, code: str, text: str) -> None:
         """The request may still find the offer when it has blocks; its pull will say."""

@@ -225,8 +225,9 @@ def test_an_offer_is_held_from_before_the_pull_until_the_pull_has_ended(
 
 
 def test_a_hold_that_was_lost_with_a_session_is_sent_again_while_its_request_queues(
-    side: WorkerSide, client: Client
+    side: WorkerSide, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(worker_module, "_HOLD_SECONDS", 0.0)
     lost = Failed("r#0", "cancelled", "the session has ended", quarantined=False, blocks=())
     step(side, client, metadata=StepMetadata(holds=[HOLD]))
     step(side, client, lost)
@@ -239,6 +240,27 @@ def test_a_hold_that_was_lost_with_a_session_is_sent_again_while_its_request_que
     step(side, client, Done("r#1"))
     step(side, client)
     assert [call[:2] for call in client.calls[2:]] == [("pull", "r#0"), ("pull", "r#1"), ("cancel", "r#0")]
+
+
+def test_a_hold_that_a_daemon_fails_at_once_is_not_sent_again_with_each_step(
+    side: WorkerSide, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmet = Failed("r#0", "peer_lost", "no daemon can be met there", quarantined=False, blocks=())
+    step(side, client, metadata=StepMetadata(holds=[HOLD]))
+    monkeypatch.setattr(side._clock, "look", lambda: None)
+    step(side, client, unmet)
+    step(side, client)
+    assert len(client.calls) == 1
+    assert not side.changed_unsent()
+    side._clock.now += 1.0
+    step(side, client)
+    assert client.calls == [("pull", "r#0", "kvd1.x", (), 3600.0, "hold")] * 2
+    step(side, client, unmet)
+    step(side, client, metadata=StepMetadata(pulls=[PullOrder("r", "r#1", "kvd1.x", (), waits=False, consumer="r#0")]))
+    step(side, client, Done("r#1"))
+    side._clock.now += 1.0
+    step(side, client)
+    assert [call[:2] for call in client.calls[2:]] == [("pull", "r#1")]  # nobody wants it held any more
 
 
 @pytest.mark.parametrize("trouble", [AWAY, FULL], ids=["away", "its queue is full"])
