@@ -1,6 +1,7 @@
 """`kvd status`: one look at a daemon."""
 
 import argparse
+import json
 import sys
 from typing import Any
 
@@ -20,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
         description="Shows pools, peers, leases, transfers and paths. Exit status: 0 ready, 1 not ready, 2 no daemon.",
     )
     add_daemon_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print the report as the daemon sent it")
+    parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     parser.set_defaults(run=run)
 
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         report = inquiry.status(args.timeout)
     status = decode(report)
     if args.json:
-        sys.stdout.write(report.decode() + "\n")
+        sys.stdout.write(json.dumps(json.loads(report)) + "\n")  # in ASCII: others have a say in it
     else:
         Console(highlight=False).print(status_view(status))
     return 0 if status.ready else 1

@@ -19,6 +19,7 @@ from rich.text import Text
 from kvd.cli.arguments import seconds
 from kvd.cli.status import add_daemon_flags, socket_of
 from kvd.cli.status_view import headline, tables
+from kvd.cli.terminal import shown
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import StatusReport, Totals, decode
 from kvd.units import size
@@ -110,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
 def view(status: StatusReport, rates: Rates) -> RenderableType:
     """The screen."""
     now = Table.grid(padding=(0, 3))
-    pulls = "   ".join(f"{outcome} {rate:.0f}/s" for outcome, rate in sorted(rates.pulls_per_second.items())) or "-"
+    ended = sorted(rates.pulls_per_second.items())
+    pulls = "   ".join(f"{shown(outcome)} {rate:.0f}/s" for outcome, rate in ended) or "-"
     now.add_row("[bold]bytes in[/]", f"{size(rates.bytes_per_second)}/s")
     now.add_row("[bold]pulls[/]", pulls)
     now.add_row("[bold]duration[/]", _durations(rates))

@@ -13,6 +13,7 @@ from typing import Literal
 import structlog
 
 from kvd.errors import describe
+from kvd.units import printable
 
 _MAX_FRAMES = 20
 
@@ -25,7 +26,7 @@ def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _redacted_traceback,
-        structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer(),
+        *((_printable, structlog.dev.ConsoleRenderer()) if console else (structlog.processors.JSONRenderer(),)),
     ]
     lines = _Lines(sys.stderr)
     structlog.configure(
@@ -46,6 +47,11 @@ class _Lines(structlog.PrintLogger):
 
     log = debug = info = warn = warning = msg
     fatal = failure = err = error = critical = exception = msg
+
+
+def _printable(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """For a terminal: peers, users and engines have a say in the values. JSON has escapes for what is in them."""
+    return {key: printable(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
 def _redacted_traceback(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

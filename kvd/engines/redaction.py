@@ -13,6 +13,9 @@ _TICKET = re.compile(r"kvd[ot]?1\.[A-Za-z0-9_-]+")
 """A ticket, or what a router drew for an offer that grows or a turn that is kept, by which tickets are made or asked
 for; or as much of one as a log's bound left of it."""
 
+_NOT_SHOWN = "kvd1.(not shown)"
+
+_formatter = logging.Formatter()
 _installed = False
 
 
@@ -40,4 +43,8 @@ def _redact(record: logging.LogRecord) -> None:
     except Exception:  # noqa: BLE001 - logging itself says what is wrong with the message, and goes on
         return
     if _TICKET.search(message):
-        record.msg, record.args = _TICKET.sub("kvd1.(not shown)", message), ()
+        record.msg, record.args = _TICKET.sub(_NOT_SHOWN, message), ()
+    if record.exc_info and record.exc_info[0] is not None:
+        raised = _formatter.formatException(record.exc_info)
+        if _TICKET.search(raised):
+            record.exc_text, record.exc_info = _TICKET.sub(_NOT_SHOWN, raised), None

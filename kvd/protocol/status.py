@@ -81,6 +81,10 @@ class Totals(msgspec.Struct, frozen=True):
     pull_buckets: dict[str, int]
     """Pulls by duration, cumulative: `le` in seconds to count."""
 
+    def __post_init__(self) -> None:
+        for bound in self.pull_buckets:
+            float(bound)  # ValueError if it is none: a daemon's status may be anybody's words
+
 
 class ProcessorStatus(msgspec.Struct, frozen=True):
     """How many seconds the daemon's threads waited for a processor, of the last `seconds`.
@@ -139,10 +143,10 @@ def decode(report: bytes) -> StatusReport:
     """The status in `report`.
 
     Raises:
-        BadRequest: `BAD_MESSAGE`, it is not a status of this version.
+        BadRequest: `BAD_MESSAGE`, it is not a status of this version, or no UTF-8.
 
     """
     try:
-        return _decoder.decode(report)
-    except msgspec.MsgspecError as error:
+        return _decoder.decode(report.decode())
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise refusal(ErrorCode.BAD_MESSAGE, f"this is no status of this release: {error}") from error

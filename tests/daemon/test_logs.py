@@ -70,6 +70,13 @@ def test_messages_that_fail_again_and_again_do_not_fill_the_log(lines, clumsy):
     assert 1 <= len(lines()) <= 20
 
 
+def test_what_others_say_moves_no_cursor(lines):
+    structlog.get_logger("x").warning("dropped", agent="x\x1b[2Jy\x9b\u202e\u2028z")
+    (line,) = lines()
+    assert "x\x1b[" not in line
+    assert not {"\x9b", "\u202e", "\u2028"}.intersection(line)
+
+
 def test_what_is_logged_as_json_is_json(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
     logs.configure("info", "json")

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 
 from kvd.cli.doctor import _view
 from kvd.cli.status_view import status_view
+from kvd.cli.top import Rates, view
 from kvd.doctor import Finding, Level, loopback, samehost
 from kvd.doctor.daemon import check_daemon
 from kvd.doctor.host import check_huge_pages, check_memlock, check_rdma
@@ -261,4 +262,9 @@ def test_nothing_that_a_status_says_makes_lines_or_moves_the_cursor(fleet: Fleet
         status = decode(inquiry.status(PATIENCE))
     assert status.pools
     assert status.handshake
-    assert harmless(status_view(said_by_somebody_else(status)))
+    said = said_by_somebody_else(status)
+    assert harmless(status_view(said))
+    rates = Rates()
+    rates.pulls_per_second = dict.fromkeys(said.totals.pulls, 1.0)
+    assert rates.pulls_per_second
+    assert harmless(view(said, rates))

@@ -133,5 +133,10 @@ def test_tickets_do_not_reach_vllms_log(
         assert (record.msg, record.args) == (message, arguments)
     else:
         assert record.getMessage() == logged
+    error = ValueError(f"params: {TICKET}")
+    raised = logging.Formatter().format(
+        make("vllm.x", logging.ERROR, "x.py", 1, "failed", (), (ValueError, error, None))
+    )
+    assert raised == "failed\nValueError: params: kvd1.(not shown)"
     other = make("app", logging.INFO, "app.py", 1, TICKET, (), None)
     assert other.getMessage() == TICKET, "other people's messages are not looked into"
