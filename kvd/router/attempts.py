@@ -41,8 +41,8 @@ class Attempts:
     """The answer to the client has begun."""
     settled: bool = False
     """It is known who does not fail: one serves the request, or there is no further attempt."""
-    releases_at: Server | None = None
-    """The decode server that serves the request, or was last asked to release an offer: the likeliest to do that."""
+    asked_first: Server | None = None
+    """The decode server that is asked first to release an offer: it serves the request, or was the last one asked."""
     left: bool = False
     """The client has left."""
 

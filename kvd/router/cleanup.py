@@ -123,7 +123,7 @@ class Cleanup:
         asked: list[Server] = []
         while server := self._next(attempts, asked):
             asked.append(server)
-            attempts.releases_at = server
+            attempts.asked_first = server
             if await self._is_released_by(server, request, offer):
                 return True
             attempts.tried.add(server)
@@ -140,7 +140,7 @@ class Cleanup:
         now = time.monotonic()
 
         def doubts(server: Server) -> tuple[bool, bool, bool, int, int]:
-            elsewhere = server is not attempts.releases_at
+            elsewhere = server is not attempts.asked_first
             return elsewhere, server is attempts.refused_by, server.rests_until > now, server.in_flight, server.turn
 
         failed = [server for server in self._decode.all if server in attempts.tried]

@@ -247,7 +247,7 @@ class Router:
             if early is not None:
                 self._metrics.early.labels("done").inc()
             self._served(server, attempts)
-            attempts.releases_at = server
+            attempts.asked_first = server
             self._release(request, attempts)
             self._metrics.first_token_seconds.observe(time.monotonic() - request.arrived)
             if attempts.prefill is not None:
