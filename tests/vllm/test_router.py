@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from tests.vllm.same_tokens import assert_same
 from tests.vllm.shared import Shared
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import PATH, complete, make_body, prefill
-from tests.vllm.testbed.http import post
+from tests.vllm.testbed.http import HttpError, post
 from tests.vllm.testbed.pair import KvdPair, NixlPair
 from tests.vllm.testbed.servers import RouterProcess, scrape
 from tests.vllm.testbed.service import start_all, stop_all
@@ -111,6 +112,15 @@ async def test_clients_that_disconnect_leave_nothing(routed: Routed) -> None:
         await asyncio.wait([asking], timeout=0.02 * number)
         asking.cancel()
         await asyncio.wait([asking])
+    await routed.nothing_is_held()
+
+
+async def test_a_request_that_a_decode_server_refuses_in_its_stream_leaves_nothing(routed: Routed) -> None:
+    """Its prefill asks for no log-probabilities, and vLLM looks at how many are asked for when the answer has begun."""
+    body = make_body(MODEL, make_prompt(500, seed=7), TOKENS) | {"stream": True, "logprobs": 1000}
+    with pytest.raises(HttpError, match="1000") as refused:
+        await post(routed.router.url, PATH, body)
+    assert refused.value.status == HTTPStatus.BAD_GATEWAY
     await routed.nothing_is_held()
 
 
