@@ -114,8 +114,9 @@ test-sglang: setup-sglang
 # (.ci/tools installs them); tests are skipped if one is missing. Leave the machine alone meanwhile: some are timed.
 test-all: test-untimed test-timed
 
+# Three at a time keep two cores busy: real servers and daemons wait a good part of their time.
 test-untimed: setup setup-vllm setup-sglang
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-untimed-pure test-untimed-real \
+	@$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target test-untimed-pure test-untimed-real \
 	  test-vllm-all test-sglang-all test-across
 
 test-untimed-pure: setup
