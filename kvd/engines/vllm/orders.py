@@ -1,4 +1,4 @@
-"""Orders that wait to be sent to the daemon: for kernels to end, and while it is away or takes no more."""
+"""Orders that wait to be sent: for kernels to end, for their time, and while the daemon is away or takes no more."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +21,9 @@ Order: TypeAlias = HoldOrder | PullOrder | OfferOrder | Cancel
 
 @dataclass(slots=True)
 class _Waiting:
-    """An order that is not sent yet: not before `after`, and while the daemon is away not later than `until`.
+    """An order that is not sent yet: not before the kernels of `after` have ended, nor before `not_before`.
+
+    While the daemon is away it is sent not later than `until`.
 
     Of cancels, which never come too late, `until` only bounds how long vLLM makes steps for them alone.
     """
@@ -29,7 +31,8 @@ class _Waiting:
     order: Order | None
     """None once it is sent, has failed or is not wanted any more."""
     until: float
-    after: Event | None = None
+    after: Event | None
+    not_before: float
 
 
 class Orders:
@@ -50,12 +53,12 @@ class Orders:
         return iter([waiting.order for waiting in self._queue if waiting.order is not None])
 
     def is_unsent(self, now: float) -> bool:
-        """Whether one waits whose time is not over."""
-        return any(now < waiting.until for waiting in self._queue)
+        """Whether one waits for the daemon or for kernels, and its time is not over."""
+        return any(waiting.not_before <= now < waiting.until for waiting in self._queue)
 
-    def put(self, order: Order, until: float, after: Event | None) -> None:
-        """Has it sent, once what comes before `after` has ended."""
-        self._queue.append(_Waiting(order, until, after))
+    def put(self, order: Order, until: float, *, after: Event | None = None, not_before: float = 0.0) -> None:
+        """Has it sent, once what comes before `after` has ended and it is `not_before`."""
+        self._queue.append(_Waiting(order, until, after, not_before))
 
     def replace(self, order: Order, other: Order | None) -> None:
         """Has `other` sent in place of one that waits, whatever kernels do; None for nothing."""
@@ -68,7 +71,7 @@ class Orders:
         trouble: Unavailable | None = None
         for waiting in tuple(self._queue):
             order = waiting.order
-            if order is None or (waiting.after is not None and not waiting.after.query()):
+            if order is None or now < waiting.not_before or not (waiting.after is None or waiting.after.query()):
                 continue
             try:
                 if trouble is not None:

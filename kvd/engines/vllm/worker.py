@@ -78,8 +78,6 @@ class WorkerSide:
         """Pulls that are sent, and when."""
         self._holds: dict[str, tuple[HoldOrder, float]] = {}
         """Holds that are sent, and when by `StepClock`; their pulls name them."""
-        self._holds_due: dict[str, tuple[HoldOrder, float]] = {}
-        """Holds that ended as soon as they were sent, and when they are sent again."""
         self._offers: dict[str, OfferOrder] = {}
         self._turn_ends: list[tuple[str, str]] = []
         self._growing = GrowingOffers(client, offer_ttl, self._growing_ended)
@@ -93,7 +91,6 @@ class WorkerSide:
     def begin(self, metadata: StepMetadata) -> None:
         """A step begins: sends what the scheduler decided."""
         self._clock.look()
-        self._hold_again()
         pulls = [self._refuse(pull) if pull.refused else pull for pull in metadata.pulls]
         for orders in (metadata.holds, [pull for pull in pulls if pull.ticket], metadata.offers):
             for order in orders:
@@ -173,8 +170,7 @@ class WorkerSide:
 
     def _wait_to_send(self, order: Order) -> None:
         uses_blocks = isinstance(order, OfferOrder | PullOrder) and bool(order.blocks)
-        after = self._kernels.last if uses_blocks else None
-        self._orders.put(order, self._until, after)
+        self._orders.put(order, self._until, after=self._kernels.last if uses_blocks else None)
 
     def _send(self) -> None:
         self._growing.send(self._clock.now)
@@ -243,7 +239,6 @@ class WorkerSide:
         """Nothing more of this request's offer is wanted."""
         if self._holds.pop(order.consumer, None) is not None:
             self._wait_to_send(Cancel(order.consumer))
-        self._holds_due.pop(order.consumer, None)
         for waiting in self._orders:
             if isinstance(waiting, HoldOrder) and waiting.hold == order.consumer:
                 self._orders.replace(waiting, None)  # it was about to be sent again
@@ -295,16 +290,8 @@ class WorkerSide:
             return  # it was being cancelled
         if code not in _HELD_AGAIN:
             self._not_held(order, code, text)
-        elif self._clock.now < sent_at + _HOLD_SECONDS:
-            self._holds_due[hold] = order, sent_at + _HOLD_SECONDS
         else:
-            self._wait_to_send(order)
-
-    def _hold_again(self) -> None:
-        for hold, (order, due) in tuple(self._holds_due.items()):
-            if due <= self._clock.now:
-                del self._holds_due[hold]
-                self._wait_to_send(order)
+            self._orders.put(order, self._until + _HOLD_SECONDS, not_before=sent_at + _HOLD_SECONDS)
 
     def _not_held(self, order: HoldOrder, code: str, text: str) -> None:
         """The request may still find the offer when it has blocks; its pull will say."""
