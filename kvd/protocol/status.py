@@ -79,11 +79,7 @@ class Totals(msgspec.Struct, frozen=True):
     refused: int
     peers_lost: int
     pull_buckets: dict[str, int]
-    """Pulls by duration, cumulative: `le` in seconds to count."""
-
-    def __post_init__(self) -> None:
-        for bound in self.pull_buckets:
-            float(bound)  # ValueError if it is none: a daemon's status may be anybody's words
+    """Pulls by duration, cumulative: `le` in seconds, a number, to count."""
 
 
 class ProcessorStatus(msgspec.Struct, frozen=True):
@@ -147,6 +143,9 @@ def decode(report: bytes) -> StatusReport:
 
     """
     try:
-        return _decoder.decode(report.decode())
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        status = _decoder.decode(report.decode())
+        for bound in status.totals.pull_buckets:
+            float(bound)
+    except (msgspec.MsgspecError, ValueError) as error:  # also what is no UTF-8, or no number
         raise refusal(ErrorCode.BAD_MESSAGE, f"this is no status of this release: {error}") from error
+    return status
