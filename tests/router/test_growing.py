@@ -119,6 +119,16 @@ async def known(stage: Stage, prefilling: Growing) -> None:
     prefilling.gate = asyncio.Event()
 
 
+async def leave_once(
+    stage: Stage, decoding: Callable[[Scripted], bool], routing: Callable[[Any], bool] = lambda _router: True
+) -> None:
+    """A client asks, and hangs up once the decode server and the router are so far."""
+    asking = asyncio.create_task(stage.ask())
+    await stage.decode[0].until(decoding)
+    await until(lambda: routing(stage.server._router))
+    asking.cancel()
+
+
 async def counted(stage: Stage, outcome: str) -> float:
     return await stage.metric(f'kvd_router_early_total{{outcome="{outcome}"}}')
 
@@ -469,9 +479,7 @@ async def test_a_client_that_disconnects_ends_both_requests(
     decoding.early = stalled_before_its_first_token
     async with routed([prefilling], [decoding]) as stage:
         await known(stage, prefilling)
-        asking = asyncio.create_task(stage.ask())
-        await stage.decode[0].until(lambda server: len(server.bodies) == 1)
-        asking.cancel()
+        await leave_once(stage, lambda server: len(server.bodies) == 1)
         await stage.decode[0].until(lambda server: server.aborted == 1)
         await stage.prefill[0].until(lambda server: server.aborted == 1)
         await stage.server._intake.idle.wait()
@@ -485,9 +493,7 @@ async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_release
     decoding.early = stalled_before_its_first_token
     async with routed([prefilling], [decoding]) as stage:
         await known(stage, prefilling)
-        asking = asyncio.create_task(stage.ask())
-        await stage.decode[0].until(lambda server: len(server.bodies) == 1)
-        asking.cancel()
+        await leave_once(stage, lambda server: len(server.bodies) == 1)
         await stage.server._intake.idle.wait()
         assert prefilling.gate is not None
         prefilling.gate.set()
@@ -611,10 +617,11 @@ async def test_a_prefill_whose_decode_server_has_failed_may_end_when_its_client_
     async with routed([prefilling], [decoding]) as stage:
         await known(stage, prefilling)
         prefilling.answer = lambda *_: _answer(TICKET)
-        asking = asyncio.create_task(stage.ask())
-        await stage.decode[0].until(lambda server: len(server.bodies) == 1 and server.open == 0)
-        await until(lambda: stage.server._router._decode.all[0].in_flight == 0)
-        asking.cancel()
+        await leave_once(
+            stage,
+            lambda server: len(server.bodies) == 1 and server.open == 0,
+            lambda router: router._decode.all[0].in_flight == 0,
+        )
         await stage.server._intake.idle.wait()
         assert prefilling.gate is not None
         prefilling.gate.set()
@@ -631,10 +638,7 @@ async def test_an_offer_that_is_left_without_room_is_counted(
         await known(stage, prefilling)
         assert prefilling.gate is not None
         prefilling.gate.set()
-        asking = asyncio.create_task(stage.ask(prompt="other"))
-        await stage.decode[0].until(lambda server: server.open == 1)
-        await until(lambda: stage.server._router._prefill.all[0].in_flight == 0)
-        asking.cancel()
+        await leave_once(stage, lambda server: server.open == 1, lambda router: router._prefill.all[0].in_flight == 0)
         await stage.server._intake.idle.wait()
         assert await stage.metric('kvd_router_releases_total{outcome="failed"}') == 1
 
