@@ -235,7 +235,7 @@ def nobody_looks_for_the_stamp_before_the_bytes(monkeypatch):
     monkeypatch.setattr(FakeTransport, "read", lambda self, request: read(self, replace(request, expected=0)))
 
 
-@mutation(Promise.BAD_INPUT)
+@mutation(Promise.BAD_INPUT, first=264)
 def leases_without_a_stamp_are_not_claimed_first(monkeypatch):
     def names_lease(self):
         rank, pool = self.rank, self.source.pool
@@ -295,7 +295,7 @@ def the_last_part_of_an_offer_is_not_read_before_the_fence(monkeypatch):
     monkeypatch.setattr(Told, "more", told)
 
 
-@mutation(Promise.FENCED, needs=Piece.GROWING_OFFERS)
+@mutation(Promise.FENCED, first=14, needs=Piece.GROWING_OFFERS)
 def a_proof_over_a_part_is_enough(monkeypatch):
     monkeypatch.setattr(ClaimRecord, "knows_all", lambda self, fence: True)
     monkeypatch.setattr(transfers.Transfer, "has_landed", lambda self: transfer_machine.Event.LANDED)
@@ -402,12 +402,12 @@ def block_ids_are_not_checked(monkeypatch):
 # --- 6: bad input is refused and changes nothing ----------------------------------------------------------------------
 
 
-@mutation(Promise.BAD_INPUT, first=144)
+@mutation(Promise.BAD_INPUT, first=193)
 def the_proof_of_a_ticket_is_not_checked(monkeypatch):
     monkeypatch.setattr(offers.hmac, "compare_digest", lambda one, other: True)
 
 
-@mutation(Promise.BAD_INPUT, first=19)
+@mutation(Promise.BAD_INPUT, first=50)
 def refusals_are_not_sent(monkeypatch):
     monkeypatch.setattr(Sessions, "refuse_frame", lambda self, session, call, error: None)
 
