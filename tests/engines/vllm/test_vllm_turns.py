@@ -160,6 +160,24 @@ def test_a_turn_that_both_servers_got_at_once_extends_its_offer_by_what_it_has_p
     assert answer["kvd_offer"] == OFFER["kvd_offer"]
 
 
+def test_a_turn_that_is_pulled_for_long_keeps_its_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not one that lacks blocks, though nothing is computed."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    manager, prefill = Manager(), side()
+    engine = side(manager)
+    decode_turn(engine, manager, SEQUENCE, *NINE)
+    request, external = resumed(prefill, (asked(engine, "t") or {}) | OFFER, [*SEQUENCE, *range(50)])
+    prefill.allocated(request, [table(*range(11, 22))], external)
+    (opened,) = step(prefill, request, 0).growing
+    for _ in range(60):
+        now[0] += 1
+        assert step(prefill, request, 0).growing == []
+    prefill.received(["next"])
+    (extended,) = step(prefill, request, 350, list(range(11, 22))).growing
+    assert extended.offer == opened.offer
+
+
 def test_a_turn_that_is_aborted_while_it_is_pulled_ends_its_offer_too() -> None:
     manager, prefill = Manager(), side()
     engine = side(manager)

@@ -6,11 +6,12 @@ request closes it, with the blocks of all other groups. Whatever takes blocks ba
 was read of it counts then, as it is never closed. The request itself goes on, and is offered in the end like others.
 
 The same becomes of a request for which the engine lacks blocks. A decode engine has blocks for it already, and they may
-be what those requests wait for whose offers have the blocks that this one needs: neither engine would ever go on.
+be what those requests wait for whose offers have the blocks that this one needs: neither engine would ever go on. One
+that waits for the blocks of an earlier turn has its own, and its pull ends in time.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,8 +73,11 @@ class GrowingOffers:
         self._growing[request.request_id] = _Growing(request, chosen, request.num_prompt_tokens, self._clock.now)
         self._orders.append(OpenOrder(request.request_id, chosen.name, chosen.secret, consumers))
 
-    def scheduled(self, output: Any) -> None:
-        """VLLM has scheduled a step; `num_computed_tokens` of its requests are those before it."""
+    def scheduled(self, output: Any, loading: Collection[str] = ()) -> None:
+        """VLLM has scheduled a step; `num_computed_tokens` of its requests are those before it.
+
+        Requests that are `loading` wait for a pull.
+        """
         self._clock.look()
         now = self._clock.now
         if output.num_scheduled_tokens or self._idle_since is None:
@@ -88,12 +92,13 @@ class GrowingOffers:
             if growing is not None:
                 self._extend(growing, more, output.kv_connector_block_state.get_block_ids(request))
         if self._idle_since is not None:
-            self._withdraw_starved(self._idle_since, now)
+            self._withdraw_starved(self._idle_since, now, loading)
 
-    def _withdraw_starved(self, idle_since: float, now: float) -> None:
+    def _withdraw_starved(self, idle_since: float, now: float, loading: Collection[str]) -> None:
         """Ends the offers of requests that have queued for long while nothing was computed."""
         for request, growing in list(self._growing.items()):
-            if not growing.begun and now - max(idle_since, growing.opened) >= STARVED_SECONDS:
+            queues = not growing.begun and request not in loading
+            if queues and now - max(idle_since, growing.opened) >= STARVED_SECONDS:
                 text = "request %s is offered when it has ended: it has queued for %g s in which nothing was computed"
                 logger.warning(text, request, STARVED_SECONDS)
                 self.withdraw(request)
