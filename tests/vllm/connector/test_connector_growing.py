@@ -197,12 +197,17 @@ def test_another_prompt_than_the_prefills_is_refused(start: Callable[..., Engine
 def test_an_offer_that_nobody_claims_while_its_request_queues_is_there_when_somebody_does(
     start: Callable[..., Engine],
 ) -> None:
-    producer, consumer = start("p", "llama", offer_ttl=0.5), start("d", "llama")
+    producer, consumer = start("p", "llama"), start("d", "llama")
     producer.fill(1)
     request = prefilling(producer)
     client, opened = producer.workers[0]._worker._client, []
-    again = client.open_offer_nowait
-    client.open_offer_nowait = lambda *names, **more: opened.append(names) or again(*names, **more)
+    opens = client.open_offer_nowait
+
+    def noted(name: str, *, ttl: float, **more: Any) -> None:
+        opens(name, ttl=ttl if opened else 0.2, **more)
+        opened.append(name)
+
+    client.open_offer_nowait = noted
     for _ in until("the offer has ended and was opened again"):
         producer.step()
         if len(opened) > 1:
