@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config, items):
         seen[test] += 1
         if any(item.get_closest_marker(name) for name in ("deploy", "hosts")):
             item.add_marker(pytest.mark.real)
-        if any(item.get_closest_marker(name) for name in ("deploy", "hosts", "timed")):
+        if any(item.get_closest_marker(name) for name in ("deploy", "hosts", "alone")):
             item.add_marker(pytest.mark.slow)
         if STARTS_PROCESSES & set(item.fixturenames):
             item.add_marker(pytest.mark.real)

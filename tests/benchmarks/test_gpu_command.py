@@ -30,6 +30,7 @@ def dry_run(standin, folder: Path, *steps: str) -> tuple[int, dict, str]:
     return ran.returncode, json.loads(report.with_suffix(".json").read_text()), report.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
 def test_a_dry_run_answers_what_can_be_asked_and_names_each_step_that_a_gpu_must_repeat(standin, tmp_path):
     status, document, text = dry_run(standin, tmp_path, *QUICK)
     steps = {step["step"]: step for step in document["steps"]}

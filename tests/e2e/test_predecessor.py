@@ -81,6 +81,7 @@ def test_a_daemon_that_another_one_keeps_from_its_places_ends_with_an_error_that
     assert fleet.worker(daemon, "w").call("offer", name="r", ids=[1])
 
 
+@pytest.mark.sample(2)
 def test_a_daemon_that_waits_ends_at_once_when_it_is_told_to(fleet, flags):
     daemon = fleet.daemon("p", **flags)
     daemon.serving()
@@ -93,6 +94,7 @@ def test_a_daemon_that_waits_ends_at_once_when_it_is_told_to(fleet, flags):
     assert [line["signal"] for line in entries(daemon, "signal")] == ["SIGTERM"]
 
 
+@pytest.mark.sample(2)
 def test_systemd_is_told_what_a_start_waits_for_and_given_time(fleet, flags, tmp_path, monkeypatch):
     fleet.daemon("p", **flags).serving()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:

@@ -91,6 +91,7 @@ def test_the_next_pull_over_the_network_arrives_whichever_transport_has_been_kil
             assert ended["code"] in ("peer_lost", "transport"), (turn, attempt, ended)
 
 
+@pytest.mark.slow
 def test_while_its_transport_cannot_start_a_daemon_says_so_and_then_that_it_is_ready(fleet):
     daemon = fleet.daemon("p", **network_settings(own_address()))
     for _ in until("it is ready"):

@@ -128,6 +128,7 @@ def test_transparent_huge_pages_are_counted_not_assumed() -> None:
     pool.close()
 
 
+@pytest.mark.alone  # daemons of other tests take such pages, too
 def test_hugetlb_pages_are_taken_where_the_system_has_them(hugetlb_pages: int) -> None:
     pool = MemfdProvider().allocate("prefill-0", hugetlb_pages * HUGE_PAGE)
     assert pool.backing == "hugetlb"
@@ -137,6 +138,7 @@ def test_hugetlb_pages_are_taken_where_the_system_has_them(hugetlb_pages: int) -
     pool.close()
 
 
+@pytest.mark.alone  # daemons of other tests take such pages, too
 def test_hugetlb_pages_are_reserved_when_the_pool_is_made_not_when_it_is_touched(hugetlb_pages: int) -> None:
     provider = MemfdProvider(Backing.HUGETLB)
     first = provider.allocate("first", 3 * HUGE_PAGE)
@@ -146,12 +148,14 @@ def test_hugetlb_pages_are_reserved_when_the_pool_is_made_not_when_it_is_touched
     first.close()
 
 
+@pytest.mark.alone  # daemons of other tests take such pages, too
 def test_auto_does_without_hugetlb_pages_where_there_are_too_few(hugetlb_pages: int) -> None:
     pool = MemfdProvider().allocate("prefill-0", (hugetlb_pages + 1) * HUGE_PAGE)
     assert pool.backing in ("thp", "plain")
     pool.close()
 
 
+@pytest.mark.alone  # daemons of other tests take such pages, too
 def test_a_hugetlb_pool_is_adopted_with_its_bytes(hugetlb_pages: int) -> None:
     first = MemfdProvider(Backing.HUGETLB).allocate("prefill-0", HUGE_PAGE)
     own_bytes(first)[:4] = b"kept"
@@ -256,6 +260,7 @@ def test_a_pool_that_ends_gives_its_memory_back_though_its_worker_keeps_it_mappe
         assert "ended" in refusal(kept, 2 * HUGE_PAGE)
 
 
+@pytest.mark.alone  # daemons of other tests take such pages, too
 def test_hugetlb_pages_of_a_pool_that_ends_can_be_had_again_though_its_worker_keeps_it_mapped(
     hugetlb_pages: int,
 ) -> None:

@@ -74,6 +74,7 @@ async def test_a_chat_goes_on_by_its_messages_alone(talking: Talking) -> None:
     assert said == [messages[turn]["content"] for turn in turns]
 
 
+@pytest.mark.slow
 async def test_a_turn_that_nobody_asks_for_ends_by_its_time_and_is_computed_then(talking: Talking) -> None:
     """Without the router, which would not ask for it any more."""
     talk, decode = conversation(talking), talking.pair.decode
@@ -92,6 +93,7 @@ async def test_a_turn_that_nobody_asks_for_ends_by_its_time_and_is_computed_then
     assert_same(got, await alone(talking, body))
 
 
+@pytest.mark.slow
 async def test_a_turn_of_other_tokens_is_computed_from_where_they_differ(talking: Talking) -> None:
     talk = conversation(talking)
     await talk.turn(talk.body())
@@ -107,6 +109,7 @@ async def test_a_turn_of_other_tokens_is_computed_from_where_they_differ(talking
     assert 280 < counted["tokens_pulled"] - ASKED % BLOCK <= 300
 
 
+@pytest.mark.slow
 async def test_a_decode_side_that_is_killed_between_turns_costs_a_turn_and_no_token(talking: Talking) -> None:
     talk = conversation(talking)
     await talk.turn(talk.body())

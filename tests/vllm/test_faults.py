@@ -200,6 +200,7 @@ async def test_a_request_of_a_prefill_server_that_is_dead_by_then_still_gets_its
     await faulty.works()
 
 
+@pytest.mark.slow
 async def test_a_prefill_server_that_dies_in_the_middle_of_a_prefill_ends_the_request_by_the_policy(
     faulty: Faulty,
 ) -> None:

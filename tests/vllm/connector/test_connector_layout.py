@@ -47,6 +47,7 @@ def test_alone_on_a_gpu_a_block_of_all_layers_is_one_run(monkeypatch: pytest.Mon
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_vllm_imports_multi_connector_only_where_it_is_used() -> None:
     code = "import sys; import vllm.v1.engine.core, kvd.engines.vllm.connector as c; print(c._MULTI in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

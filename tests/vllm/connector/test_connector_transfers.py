@@ -69,6 +69,7 @@ def all_heads(engine: Engine, name: str, block: int) -> torch.Tensor:
     return torch.cat([caches[name][block] for caches in engine.caches if name in caches])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "drafts"), [("drafted", 1), ("mtp", 1), ("own drafter", 2)])
 @pytest.mark.parametrize(("producers", "consumers"), [(1, 1), (1, 2), (2, 1)])
 def test_the_layers_of_a_drafter_move_with_the_models(
@@ -88,6 +89,7 @@ def test_the_layers_of_a_drafter_move_with_the_models(
             assert torch.equal(all_heads(producer, name, source), all_heads(consumer, name, destination))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "producers", "consumers"),
     [
@@ -156,6 +158,7 @@ def test_a_hybrid_model_moves_each_groups_window_and_no_more(start: Callable[...
                 assert torch.equal(consumer.caches[0][name][block], before[0][name][block])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", SECTIONS)
 @pytest.mark.parametrize(("producers", "consumers"), [(1, 1), (1, 2), (2, 1), (4, 2)])
 def test_every_rank_gets_its_channels_and_heads_of_a_recurrent_state(
@@ -215,6 +218,7 @@ def test_latents_are_the_same_on_every_rank(start: Callable[..., Engine], produc
     producer.run_until(lambda: "r" in producer.sent)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("producers", "consumers"),
     [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 2), (2, 2)), ((4, 4), (2, 2)), ((2, 2), (4, 4)), ((4, 2), (2, 1))],

@@ -51,6 +51,7 @@ def heads(engine: Engine, name: str, block: int) -> torch.Tensor:
     return torch.cat([caches[name][block] for caches in engine.caches])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", ["llama", "gemma", *SECTIONS])
 @pytest.mark.parametrize(("decoders", "prefillers"), [(1, 1), (1, 2), (2, 1)])
 def test_the_next_turns_prefill_gets_what_was_decoded(
