@@ -86,10 +86,10 @@ quick-plans quick-actors: setup
 quick-plans: FOLDERS := layout plan protocol
 quick-actors: FOLDERS := actors client
 
-# Before every commit: five minutes on two cores, with a sample of what has many variants. What has real processes waits
-# for half of its time.
+# Before every commit: five minutes on two cores, with a sample of what has many variants. One core computes while the
+# other waits for real processes.
 test: setup
-	@$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target test-pure test-real test-last
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-pure test-real test-last
 	@echo "make test-all adds: kills at every step of a pull, 2,000 simulated worlds, every mutation, every pair of layouts,"
 	@echo "several hosts (root, ip netns), systemd and Prometheus (root, .ci/tools), and all that is tested with vLLM, SGLang"
 
@@ -99,7 +99,7 @@ test-pure: setup
 test-real: setup
 	$(BIN)/python -m pytest -m "not slow and real" $(addprefix --ignore=,$(LAST))
 
-# About a third of those of real processes.
+# Those of real processes that come after the rules, so that both cores have as much to do.
 LAST := tests/benchmarks tests/client tests/cuda tests/standin
 test-last: setup
 	$(BIN)/python -m pytest -m "not slow and real" $(LAST)
