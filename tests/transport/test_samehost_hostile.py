@@ -351,12 +351,13 @@ def test_an_import_without_a_descriptor_left_fails_with_that_name_and_at_once(tm
             import_pools(address, map_host_pool)
 
 
-def test_pools_of_peers_leave_the_last_descriptors_to_others(tmp_path: Path) -> None:
+def test_pools_of_peers_leave_the_last_descriptors_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which number it gets depends on what other threads of the tests' process close at the moment.
+    monkeypatch.setattr("kvd.transport.samehost.lent.is_scarce", lambda _descriptor: True)
     pool = ExportedPool((4096).to_bytes(8, "little"), SIZE, SIZE)
     before = mapped("memfd:pool")
     with (
         exporter_that_sends(tmp_path / "x", [pool]) as address,
-        descriptors_taken(below=222, limit=256),
         pytest.raises(Unavailable, match="Too many open files"),
     ):
         import_pools(address, map_host_pool)
