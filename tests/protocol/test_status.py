@@ -3,17 +3,10 @@ import pytest
 
 from kvd.errors import BadRequest
 from kvd.protocol.status import LeaseStatus, PullStatus, StatusReport, Totals, decode
+from tests.support.statuses import process_status
 
 STATUS = StatusReport(
-    daemon="d",
-    version="0",
-    pid=1,
-    address="",
-    http="",
-    device="",
-    ready=True,
-    not_ready={},
-    totals=Totals(1.0, 0, 0, {}, 0, 0, {"0.5": 1, "+Inf": 2}),
+    **msgspec.structs.asdict(process_status("d")) | {"totals": Totals(1.0, 0, 0, {}, 0, 0, {"0.5": 1, "+Inf": 2})},
     workers=[],
     pools=[],
     handshake=[],

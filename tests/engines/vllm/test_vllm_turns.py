@@ -160,16 +160,22 @@ def test_a_turn_that_both_servers_got_at_once_extends_its_offer_by_what_it_has_p
     assert answer["kvd_offer"] == OFFER["kvd_offer"]
 
 
-def test_a_turn_that_is_pulled_for_long_keeps_its_offer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not one that lacks blocks, though nothing is computed."""
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+def pulled_turn() -> tuple[SchedulerSide, Request, Any]:
+    """A turn whose earlier blocks are on their way, its prefill engine, and the order that has opened its offer."""
     manager, prefill = Manager(), side()
     engine = side(manager)
     decode_turn(engine, manager, SEQUENCE, *NINE)
     request, external = resumed(prefill, (asked(engine, "t") or {}) | OFFER, [*SEQUENCE, *range(50)])
     prefill.allocated(request, [table(*range(11, 22))], external)
     (opened,) = step(prefill, request, 0).growing
+    return prefill, request, opened
+
+
+def test_a_turn_that_is_pulled_for_long_keeps_its_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not one that lacks blocks, though nothing is computed."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    prefill, request, opened = pulled_turn()
     for _ in range(60):
         now[0] += 1
         assert step(prefill, request, 0).growing == []
@@ -179,12 +185,7 @@ def test_a_turn_that_is_pulled_for_long_keeps_its_offer(monkeypatch: pytest.Monk
 
 
 def test_a_turn_that_is_aborted_while_it_is_pulled_ends_its_offer_too() -> None:
-    manager, prefill = Manager(), side()
-    engine = side(manager)
-    decode_turn(engine, manager, SEQUENCE, *NINE)
-    request, external = resumed(prefill, (asked(engine, "t") or {}) | OFFER, [*SEQUENCE, *range(50)])
-    prefill.allocated(request, [table(*range(11, 22))], external)
-    (opened,) = step(prefill, request, 0).growing
+    prefill, request, opened = pulled_turn()
     request.status = Status.FINISHED_ABORTED
     assert prefill.finished(request, [list(range(11, 22))]) is None
     metadata = prefill.take_metadata()

@@ -73,7 +73,7 @@ class GrowingOffers:
         self._growing[request.request_id] = _Growing(request, chosen, request.num_prompt_tokens, self._clock.now)
         self._orders.append(OpenOrder(request.request_id, chosen.name, chosen.secret, consumers))
 
-    def scheduled(self, output: Any, loading: Collection[str] = ()) -> None:
+    def scheduled(self, output: Any, loading: Collection[str]) -> None:
         """VLLM has scheduled a step; `num_computed_tokens` of its requests are those before it.
 
         Requests that are `loading` wait for a pull.
