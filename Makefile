@@ -17,7 +17,7 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_BIN  := $(SGLANG_VENV)/bin
 
 .PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang demo-across quick quick-plans quick-actors test \
-  test-pure test-real test-last test-vllm test-sglang test-all test-together \
+  test-whole test-bytes test-rest test-vllm test-sglang test-all test-together \
   test-together-pure test-together-real test-alone test-vllm-all test-sglang-all test-across test-deploy gpu-check gpu-wheels \
   check lock clean
 
@@ -86,23 +86,25 @@ quick-plans quick-actors: setup
 quick-plans: FOLDERS := layout plan protocol
 quick-actors: FOLDERS := actors client
 
-# Before every commit: five minutes on two cores, with a sample of what has many variants. One core computes while the
-# other waits for real processes.
+# Before every commit: five minutes on two cores, with a sample of what has many variants. Three streams of folders, which
+# take about as long as each other: two cores are busy though many tests wait.
 test: setup
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-pure test-real test-last
+	@$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target test-whole test-bytes test-rest
 	@echo "make test-all adds: kills at every step of a pull, 2,000 simulated worlds, every mutation, every pair of layouts,"
 	@echo "several hosts (root, ip netns), systemd and Prometheus (root, .ci/tools), and all that is tested with vLLM, SGLang"
 
-test-pure: setup
-	$(BIN)/python -m pytest -m "not slow and not real"
+# Whole processes, commands and what is installed.
+WHOLE := $(addprefix tests/,bench cli daemon deploy docs e2e fuzz hosts)
+test-whole: setup
+	$(BIN)/python -m pytest -m "not slow" $(WHOLE)
 
-test-real: setup
-	$(BIN)/python -m pytest -m "not slow and real" $(addprefix --ignore=,$(LAST))
+# What moves bytes, and the simulated worlds.
+BYTES := $(addprefix tests/,cuda memory net simulator standin transport)
+test-bytes: setup
+	$(BIN)/python -m pytest -m "not slow" $(BYTES)
 
-# Those of real processes that come after the rules, so that both cores have as much to do.
-LAST := tests/benchmarks tests/client tests/cuda tests/standin
-test-last: setup
-	$(BIN)/python -m pytest -m "not slow and real" $(LAST)
+test-rest: setup
+	$(BIN)/python -m pytest -m "not slow" $(filter-out $(WHOLE) $(BYTES),$(patsubst %/,%,$(wildcard tests/[a-z]*/)) $(wildcard tests/test_*.py))
 
 # A real vLLM: the main path, ten minutes.
 test-vllm: setup-vllm

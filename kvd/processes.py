@@ -37,7 +37,7 @@ class Child:
                 stdout=pipe or sink,
                 stderr=sink,
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends this
-                preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  # no thread runs yet, and nothing else can set it
+                preexec_fn=die_with(os.getpid()),  # noqa: PLW1509  # no thread runs yet, and nothing else can set it
             )
         self.pid = self._process.pid
         self.exit = os.pidfd_open(self.pid)
@@ -123,7 +123,7 @@ class Processes:
             self._children.pop().stop()
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int) -> Callable[[], None]:
     """What a new process runs first, so that it is killed when `parent` dies."""
     libc = ctypes.CDLL(None, use_errno=True)
 

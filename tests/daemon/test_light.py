@@ -12,15 +12,17 @@ from tests.support.transports import transport_of
 
 pytestmark = pytest.mark.real
 
+EACH_IMPORT = ("env", "PYTHONPROFILEIMPORTTIME=1")
+"""A line on standard error for each module."""
+
 
 @pytest.mark.parametrize("network", [False, True])
 def test_a_daemon_of_host_memory_loads_neither_torch_nor_cuda_and_nixl_only_for_other_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: bool
+    tmp_path: Path, network: bool
 ) -> None:
-    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # a line on standard error for each module
     settings = network_settings(own_address()) if network else {}
     with Fleet(tmp_path) as fleet:
-        daemon = fleet.daemon("light", **settings)
+        daemon = fleet.daemon("light", within=EACH_IMPORT, **settings)
         for _ in until("the daemon serves"):
             if '"event": "serving"' in daemon.log.read_text():
                 break

@@ -9,7 +9,7 @@ from kvd.layout import Chunked, Full, Sliding, State
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import LAYOUTS, Attention, Indexer, Latent, Recurrent, Section
 from tests.e2e.engines import as_blocks, engines, fill, model, move, noise, outcome, seeded, specs
-from tests.support.fleet import Fleet, until, without_lease
+from tests.support.fleet import until, without_lease
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.real
@@ -32,14 +32,13 @@ RECURRENT = model(
 )
 
 
-@pytest.fixture(scope="module")
-def daemons(tmp_path_factory):
+@pytest.fixture
+def daemons(fleet):
     """Two for the producer, so that its ranks lie apart, and one for the consumer."""
-    with Fleet(tmp_path_factory.mktemp("layouts")) as fleet:
-        started = [fleet.daemon(name) for name in ("p0", "p1", "d")]
-        for daemon in started:
-            daemon.serving()
-        yield started[:2], started[2:]
+    started = [fleet.daemon(name) for name in ("p0", "p1", "d")]
+    for daemon in started:
+        daemon.serving()
+    return started[:2], started[2:]
 
 
 def sample():

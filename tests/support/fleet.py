@@ -16,6 +16,7 @@ import msgspec
 from kvd.processes import Child, Processes
 from kvd.protocol import ticket as tickets
 from tests.support.elsewhere import elsewhere
+from tests.support.forkserver import ForkedProcesses
 from tests.support.patience import NEVER_LOST, PATIENCE
 
 ANSWER_SECONDS = PATIENCE + 30
@@ -135,7 +136,7 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._processes = Processes(folder)
+        self._processes = ForkedProcesses(folder)
         self._runs = 0
 
     def __enter__(self) -> "Fleet":

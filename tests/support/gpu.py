@@ -6,7 +6,6 @@ machine instead, except those that change the stand-in.
 
 import importlib
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import pytest
 from tests.standin.build import NoCompiler, build
 from tests.standin.children import environment
 from tests.standin.driver import StandinDriver
+from tests.support import forkserver
 
 SECONDS = 100
 ON_GPU = "TESTS_ON_GPU" in os.environ
@@ -73,15 +73,12 @@ def over_standin(
             standin.set(**settings)
             stood_in = environment(standin, LD_LIBRARY_PATH=str(build(without=without)))
             with tempfile.TemporaryDirectory(prefix="kvd-") as folder:
-                ran = subprocess.run(
-                    [sys.executable, "-m", "tests.support.gpu", body.__module__, body.__name__],
-                    env={**(os.environ if ON_GPU else stood_in), **(env or {}), "TMPDIR": folder},
-                    capture_output=True,
-                    text=True,
-                    timeout=SECONDS,
-                    check=False,
+                status, said = forkserver.run(
+                    ["tests.support.gpu", body.__module__, body.__name__],
+                    {**(os.environ if ON_GPU else stood_in), **(env or {}), "TMPDIR": folder},
+                    SECONDS,
                 )
-            assert ran.returncode == 0, ran.stdout + ran.stderr
+            assert status == 0, said
 
         test.body = body
         test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__

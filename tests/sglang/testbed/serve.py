@@ -6,14 +6,13 @@ backend `nixl` registers the memory of its KV cache, which it takes for a GPU's,
 """
 
 import ctypes
+import importlib
 import multiprocessing
 import os
 import runpy
 import signal
 from collections.abc import Callable
 from typing import Any, Final
-
-from tests.sglang.testbed.absent import stand_in
 
 _PR_SET_PDEATHSIG = 1
 
@@ -54,7 +53,7 @@ def _of_host(method: Callable[..., Any]) -> Callable[..., Any]:
 if __name__ == "__main__":
     _die_with_parent()
     os.register_at_fork(after_in_child=_die_with_parent)
-    stand_in()
+    importlib.import_module("tests.sglang.testbed.imported")
     _fork_only()
     if HOST_MEMORY in os.environ:
         _host_memory()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd.processes import Processes
+from tests.support.forkserver import ForkedProcesses
 from tests.support.patience import PATIENCE
 
 with warnings.catch_warnings(), contextlib.suppress(ModuleNotFoundError):
@@ -19,7 +19,7 @@ def daemons(tmp_path: Path) -> Iterator[Any]:
     """Daemons on a folder of their own, ended with the test."""
     from tests.vllm.connector.connector_engine import Daemons  # noqa: PLC0415 - needs vLLM
 
-    with Processes(tmp_path) as processes:
+    with ForkedProcesses(tmp_path) as processes:
         yield Daemons(processes, tmp_path)
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +29,8 @@ class Service(ABC):
 
     needed_first = False
     """Whether others fail to start while this is not up."""
+    child: Callable[..., Child] = Child
+    """Starts its process; in tests most are forked (`tests.support.forkserver`)."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -60,7 +62,7 @@ class Service(ABC):
     def start(self) -> None:
         """Starts it; to be called on the main thread, with whose end the process ends too."""
         self._starts += 1
-        self._child = Child(self.name, [*self.within, *self.command()], self.log, piped=False)
+        self._child = type(self).child(self.name, [*self.within, *self.command()], self.log, piped=False)
 
     async def ready(self) -> None:
         """Waits until it is up.
