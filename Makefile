@@ -106,7 +106,7 @@ test-bytes: setup
 test-rest: setup
 	$(BIN)/python -m pytest -m "not slow" $(filter-out $(WHOLE) $(BYTES),$(patsubst %/,%,$(wildcard tests/[a-z]*/)) $(wildcard tests/test_*.py))
 
-# A real vLLM: the main path, ten minutes.
+# A real vLLM: the main path, six minutes.
 test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest -m "not slow" tests/vllm tests/engines/vllm
 
