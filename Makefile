@@ -17,7 +17,7 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_BIN  := $(SGLANG_VENV)/bin
 
 .PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang demo-across quick quick-plans quick-actors test \
-  test-whole test-bytes test-rest test-vllm test-sglang test-all test-together \
+  test-whole test-bytes test-served test-rest test-vllm test-sglang test-all test-together \
   test-together-pure test-together-real test-alone test-vllm-all test-sglang-all test-across test-deploy gpu-check gpu-wheels \
   check lock clean
 
@@ -86,10 +86,10 @@ quick-plans quick-actors: setup
 quick-plans: FOLDERS := layout plan protocol
 quick-actors: FOLDERS := actors client
 
-# Before every commit: five minutes on two cores, with a sample of what has many variants. Three streams of folders, which
+# Before every commit: five minutes on two cores, with a sample of what has many variants. Four streams of folders, which
 # take about as long as each other: two cores are busy though many tests wait.
 test: setup
-	@$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target test-whole test-bytes test-rest
+	@$(MAKE) --no-print-directory --jobs=4 --keep-going --output-sync=target test-whole test-bytes test-served test-rest
 	@echo "make test-all adds: kills at every step of a pull, 2,000 simulated worlds, every mutation, every pair of layouts,"
 	@echo "several hosts (root, ip netns), systemd and Prometheus (root, .ci/tools), and all that is tested with vLLM, SGLang"
 
@@ -103,8 +103,13 @@ BYTES := $(addprefix tests/,cuda memory net simulator standin transport)
 test-bytes: setup
 	$(BIN)/python -m pytest -m "not slow" $(BYTES)
 
+# Engines and what stands before them.
+SERVED := $(addprefix tests/,benchmarks engines router)
+test-served: setup
+	$(BIN)/python -m pytest -m "not slow" $(SERVED)
+
 test-rest: setup
-	$(BIN)/python -m pytest -m "not slow" $(filter-out $(WHOLE) $(BYTES),$(patsubst %/,%,$(wildcard tests/[a-z]*/)) $(wildcard tests/test_*.py))
+	$(BIN)/python -m pytest -m "not slow" $(filter-out $(WHOLE) $(BYTES) $(SERVED),$(patsubst %/,%,$(wildcard tests/[a-z]*/)) $(wildcard tests/test_*.py))
 
 # A real vLLM: the main path, six minutes.
 test-vllm: setup-vllm

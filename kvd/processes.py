@@ -24,14 +24,22 @@ class ProcessEndedError(Exception):
 
 
 class Child:
-    """One process. `piped` gives it pipes for input and output; its log has its standard error and other output."""
+    """One process, and the log that has its standard error."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, *, piped: bool) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.name = name
+        self._process = process
         self._log = log
+        self.pid = process.pid
+        self.exit = os.pidfd_open(self.pid)
+        """Becomes readable when the process ends."""
+
+    @classmethod
+    def start(cls, name: str, command: Sequence[str], log: Path, *, piped: bool) -> "Child":
+        """Runs `command`; `piped` gives it pipes for input and output, else the log has its output too."""
         pipe = subprocess.PIPE if piped else None
         with log.open("wb") as sink:
-            self._process = subprocess.Popen(  # noqa: S603  # the command is ours
+            process = subprocess.Popen(  # noqa: S603  # the command is ours
                 command,
                 stdin=pipe or subprocess.DEVNULL,
                 stdout=pipe or sink,
@@ -39,9 +47,7 @@ class Child:
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends this
                 preexec_fn=die_with(os.getpid()),  # noqa: PLW1509  # no thread runs yet, and nothing else can set it
             )
-        self.pid = self._process.pid
-        self.exit = os.pidfd_open(self.pid)
-        """Becomes readable when the process ends."""
+        return cls(name, process, log)
 
     @property
     def source(self) -> int:
@@ -102,7 +108,7 @@ class Processes:
     def start(self, name: str, module: str, *arguments: str, piped: bool = False, within: Sequence[str] = ()) -> Child:
         """Runs a module with this interpreter; `within` is a prefix to the command, such as `nice`."""
         command = [*within, sys.executable, "-m", module, *arguments]
-        child = Child(name, command, self._logs / f"{name}.log", piped=piped)
+        child = Child.start(name, command, self._logs / f"{name}.log", piped=piped)
         self._children.append(child)
         return child
 

@@ -14,7 +14,7 @@ from tests.support.forkserver import forked  # noqa: E402 - after their asserts 
 from tests.support.gpu import MEMORIES, machine_with, standin_machine  # noqa: E402
 from tests.vllm.testbed.service import Service  # noqa: E402
 
-Service.child = staticmethod(forked)
+Service.start_child = staticmethod(forked)
 
 settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=1_000)

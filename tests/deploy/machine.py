@@ -121,7 +121,7 @@ class Machine:
         self._resources = contextlib.ExitStack()
         within = self._resources.enter_context(own_cgroup())
         command = [*within, "systemd-nspawn", "--quiet", "--directory", str(self._root), *flags, *binds]
-        self._container = Child("machine", command, self._folder / "machine.log", piped=False)
+        self._container = Child.start("machine", command, self._folder / "machine.log", piped=False)
         try:
             self._leader = self._find_leader()
             self._await_boot()
@@ -201,4 +201,4 @@ class Machine:
         self._runs += 1
         command = ["nsenter", "--target", str(self._leader), "--mount", "--uts", "--ipc", "--pid", "--"]
         command += ["/opt/kvd/bin/module", module, *arguments]
-        return Child(name, command, self._folder / f"{name}-{self._runs}.log", piped=piped)
+        return Child.start(name, command, self._folder / f"{name}-{self._runs}.log", piped=piped)

@@ -56,24 +56,13 @@ def forked(name: str, command: Sequence[str], log: Path, *, piped: bool) -> Chil
         while "=" in rest[0]:
             variable, _, environment[variable] = rest.pop(0).partition("=")
     if rest[:2] != [sys.executable, "-m"] or _of_interpreter(environment) != _of_interpreter(os.environ):
-        return Child(name, command, log, piped=piped)
-    return _ForkedChild(name, log, rest[2:], environment, piped=piped)
+        return Child.start(name, command, log, piped=piped)
+    with log.open("wb") as sink:
+        return Child(name, Forked(rest[2:], environment, sink, piped=piped), log)
 
 
 def _of_interpreter(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith("PYTHON")}
-
-
-class _ForkedChild(Child):
-    def __init__(
-        self, name: str, log: Path, command: Sequence[str], environment: Mapping[str, str], *, piped: bool
-    ) -> None:
-        self.name = name
-        self._log = log
-        with log.open("wb") as sink:
-            self._process = Forked(command, environment, sink, piped=piped)
-        self.pid = self._process.pid
-        self.exit = os.pidfd_open(self.pid)
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> tuple[int, str]:

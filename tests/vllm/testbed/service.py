@@ -29,7 +29,7 @@ class Service(ABC):
 
     needed_first = False
     """Whether others fail to start while this is not up."""
-    child: Callable[..., Child] = Child
+    start_child: Callable[..., Child] = Child.start
     """Starts its process; in tests most are forked (`tests.support.forkserver`)."""
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -62,7 +62,7 @@ class Service(ABC):
     def start(self) -> None:
         """Starts it; to be called on the main thread, with whose end the process ends too."""
         self._starts += 1
-        self._child = type(self).child(self.name, [*self.within, *self.command()], self.log, piped=False)
+        self._child = type(self).start_child(self.name, [*self.within, *self.command()], self.log, piped=False)
 
     async def ready(self) -> None:
         """Waits until it is up.
