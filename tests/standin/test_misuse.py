@@ -106,6 +106,7 @@ def test_memory_that_a_copy_still_uses_may_not_be_unmapped(standin):
         do(cu.cuMemcpyDtoDAsync, b.address, a.address, GRANULE, do(cu.cuStreamCreate, NON_BLOCKING))
         b.close()
 
+    standin.set(hold=2)
     assert "cuMemUnmap: a copy from" in abort(standin, child)
 
 
@@ -117,6 +118,7 @@ def test_host_memory_that_a_copy_still_uses_may_not_be_unregistered(standin):
         do(cu.cuMemcpyHtoDAsync, memory().address, address, 4096, do(cu.cuStreamCreate, NON_BLOCKING))
         do(cu.cuMemHostUnregister, address)
 
+    standin.set(hold=2)
     assert "cuMemHostUnregister: a copy from" in abort(standin, child)
 
 
@@ -126,6 +128,7 @@ def test_a_context_with_work_to_do_may_not_be_released(standin):
         do(cu.cuMemsetD8Async, memory().address, 0, GRANULE, do(cu.cuStreamCreate, NON_BLOCKING))
         do(cu.cuDevicePrimaryCtxRelease, device)
 
+    standin.set(hold=2)
     assert "before a stream's work was done" in abort(standin, child)
 
 
