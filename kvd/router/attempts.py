@@ -38,7 +38,7 @@ class Attempts:
     """The decode server's engine has begun the answer: if it aborts that, it lets go of the offer, too. One that says
     an error need not have the request: vLLM refuses some in the stream."""
     answered: bool = False
-    """The answer to the client has begun."""
+    """The decode server has begun the answer that the client gets."""
     settled: bool = False
     """It is known who does not fail: one serves the request, or there is no further attempt."""
     asked_first: Server | None = None

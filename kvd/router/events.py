@@ -32,9 +32,10 @@ class Beginning:
     def __init__(self) -> None:
         self.held = bytearray()
         self._read = 0
+        self._events = 0
 
     def add(self, part: bytes) -> Said:
-        """What the stream has said with `part`. If an event is very long, that is taken for something."""
+        """What the stream has said with `part`. A very long event is taken for something, as are very many."""
         searched = max(self._read, len(self.held) - 3)
         self.held += part
         while end := _END.search(self.held, searched):
@@ -42,7 +43,17 @@ class Beginning:
             if said is not Said.NOTHING:
                 return said
             self._read = searched = end.end()
+            self._events += 1
+            if self._events == limits.HELD_EVENTS:
+                return Said.SOMETHING
         return Said.NOTHING if len(self.held) < limits.HELD_BYTES else Said.SOMETHING
+
+
+def says_error(part: bytes) -> bool:
+    """Whether an event in this part of a stream says an error."""
+    if b'"error"' not in part:  # as good as always; within a text the quotes are escaped
+        return False
+    return any(_said(event) is Said.ERROR for event in _END.split(part))
 
 
 class _Choice(msgspec.Struct):

@@ -62,8 +62,10 @@ class Meeting:
         """What refuses the request; None once its offer was read, as nothing of that answer is needed."""
         body = request.body.for_room(self._server.place, self.room)
         async with upstream.post(self._server, request.path, body, request.headers, Sent()) as answer:
-            body = await answer.read(limits.PREFILL_ANSWER_BYTES)
-            return None if answer.status == HTTPStatus.OK else Whole(answer.status, answer.headers, body)
+            if answer.status != HTTPStatus.OK:
+                return await answer.refusal()
+            await answer.read(limits.PREFILL_ANSWER_BYTES)
+            return None
 
 
 def read(answer: bytes, *, with_token: bool) -> Prefilled | None:

@@ -60,13 +60,19 @@ PREFILL_ANSWER_BYTES: Final = 64 * MIB
 
 REFUSAL_BYTES: Final = MIB
 REFUSAL_SECONDS: Final = 5.0
-"""The body of a 5xx or a 429, and its time after the head: it only says why, and another server may do the request."""
+"""The body of an answer with another status than 200, and its time after the head: it only says why."""
 
 CHUNK_BYTES: Final = 64 * KIB
 """Read ahead of a decode server's answer that the client has not taken yet; then the server waits."""
 
 HELD_BYTES: Final = MIB
 """Of the beginning of a decode server's stream, until it says something. An event is longer if it has all token ids."""
+
+HELD_EVENTS: Final = 4096
+"""Events in that beginning: comments twice a minute for an hour are 120, and each choice of a chat has one."""
+
+PASSED_ON_CHARS: Final = 256
+"""A header of a server's answer that is passed on. Longer, or with other characters, clients could not read it."""
 
 IDLE_SECONDS: Final = 30.0
 """How long a client's connection may go without a whole request head; proxies in front reuse theirs more often."""

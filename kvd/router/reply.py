@@ -17,7 +17,7 @@ _UNAVAILABLE = {
     ErrorCode.DEADLINE: HTTPStatus.GATEWAY_TIMEOUT,
 }
 
-_END_OF_EVENT = b"\n\n"
+_ENDS_OF_EVENT = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
 class ClientGone(Unavailable):
@@ -34,9 +34,17 @@ class Reply:
         """Once it has begun."""
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """Sends the head."""
+        """Sends the head.
+
+        Raises:
+            ClientGone: `CANCELLED`, it has disconnected.
+
+        """
         self.response = web.StreamResponse(status=status, headers=headers)
-        await self.response.prepare(self._request)
+        try:
+            await self.response.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGone(ErrorCode.CANCELLED, "the client left as its answer began") from error
 
     async def send(self, part: bytes) -> None:
         """Sends part of the body, and waits until the client has taken most of what was sent.
@@ -46,7 +54,7 @@ class Reply:
 
         """
         assert self.response is not None  # noqa: S101  # it has begun
-        self._last = part
+        self._last = (self._last + part[-4:])[-4:]  # the network may have cut the end of an event
         try:
             async with asyncio.timeout(limits.CLIENT_SECONDS):
                 await self.response.write(part)
@@ -62,9 +70,9 @@ class Reply:
             return self.response
         if isinstance(error, ClientGone):
             transport.abort()  # what it has not taken would keep the connection open
-        elif self.response.content_type == "text/event-stream" and self._last.endswith(_END_OF_EVENT):
+        elif self.response.content_type == "text/event-stream" and self._last.endswith(_ENDS_OF_EVENT):
             with contextlib.suppress(ClientGone):
-                await self.send(b"data: " + _encode(error) + _END_OF_EVENT)
+                await self.send(b"data: " + _encode(error) + b"\n\n")
         transport.close()  # without the mark of a whole body
         return self.response
 

@@ -13,7 +13,6 @@ from http import HTTPStatus
 import msgspec
 
 from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
-from kvd.limits import MAX_ERROR_TEXT
 from kvd.router import limits
 from kvd.router.affinity import Affinity, Pair
 from kvd.router.attempts import Attempts
@@ -21,7 +20,7 @@ from kvd.router.body import Request, new_room
 from kvd.router.cleanup import Cleanup
 from kvd.router.conversations import Conversations
 from kvd.router.engines import Engine, Prefilled
-from kvd.router.events import Said
+from kvd.router.events import says_error
 from kvd.router.growing import Producers
 from kvd.router.legs import Meeting, told
 from kvd.router.metrics import Metrics
@@ -126,7 +125,7 @@ class Router:
         """Has `server` decode while the prefill goes on. False if what the prefill answers must be looked at first."""
         early = attempts.early
         assert early is not None  # noqa: S101  # it was begun
-        attempts.taken = False
+        attempts.taken = attempts.answered = False
         decoding = asyncio.create_task(self._decoded(request, client, server, attempts, sent))
         try:
             if not await early.beside(decoding, lambda: attempts.answered):
@@ -217,9 +216,9 @@ class Router:
         """What the server answers; of a refusal all of it, for the client."""
         body = request.body.for_prefill(offer, turn, with_token=self._decode.have(Engine.SGLANG))
         async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
-            whole = await answer.read(limits.PREFILL_ANSWER_BYTES)
             if answer.status != HTTPStatus.OK:
-                return Whole(answer.status, answer.headers, whole)
+                return await answer.refusal()
+            whole = await answer.read(limits.PREFILL_ANSWER_BYTES)
         prefilled = told(whole, self._decode)
         if prefilled is None:
             text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
@@ -236,13 +235,12 @@ class Router:
             server, request.path, body, request.headers, sent, streamed=streamed, early=early is not None
         ) as answer:
             if answer.status != HTTPStatus.OK:
-                attempts.refused_by, attempts.answered = server, True
-                await _relay(answer, await answer.part(), client)
+                attempts.answered = True  # whatever the prefill says meanwhile
+                whole = await answer.refusal()
+                attempts.refused_by = server
+                await _pass_on(whole, client)
                 return
-            said, first = await answer.beginning()
-            if said is Said.ERROR:
-                text = first[:MAX_ERROR_TEXT].decode(errors="replace").strip()
-                raise ServerFailed(ErrorCode.PEER_LOST, server, f"failed: {text}")
+            first = await answer.beginning()
             attempts.prefilled, attempts.taken, attempts.answered = None, True, True
             if early is not None:
                 self._metrics.early.labels("done").inc()
@@ -359,6 +357,9 @@ async def _relay(answer: Answer, first: bytes, client: Reply) -> None:
     try:
         while part:
             await client.send(part)
+            if answer.is_stream and says_error(part):
+                text = f"{answer.server.name} failed in the middle of its answer, and said why"
+                raise BrokenOff(ErrorCode.PEER_LOST, text)
             part = await answer.part()
     except ServerFailed as failure:
         raise BrokenOff(failure.code, f"{failure.text}, in the middle of its answer") from failure

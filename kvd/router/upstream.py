@@ -24,6 +24,9 @@ _FOR_CLIENTS = ("Content-Type", "Retry-After")
 _FAILURES = (TimeoutError, aiohttp.ClientError, OSError)
 """What aiohttp raises if a server fails."""
 
+_REFUSALS = range(400, 500)
+_BUSY = HTTPStatus.TOO_MANY_REQUESTS
+
 _LAST_EVENT = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
 """How a stream ends."""
 _LAST_BYTES = max(len(event) for event in _LAST_EVENT)
@@ -84,17 +87,19 @@ _sending: ContextVar[Sent] = ContextVar("_sending")
 class Answer:
     """A server's answer, whose body is read as it comes."""
 
-    def __init__(self, server: Server, response: aiohttp.ClientResponse, begun: float, seconds: float) -> None:
-        self._server = server
+    def __init__(self, server: Server, response: aiohttp.ClientResponse, deadline: float | None = None) -> None:
+        self.server = server
         self._response = response
-        self._deadline = begun + seconds
-        """In the loop's time, for a stream to say something."""
+        self._deadline = deadline
+        """In the loop's time, for it to say something."""
         self._last = b""
         self.is_whole = False
         """Whether its end has been read: of a stream its last event, behind which clients may close at once."""
         self.status = response.status
         self.headers = {"Content-Type": "application/json"}
-        self.headers |= {name: response.headers[name] for name in _FOR_CLIENTS if name in response.headers}
+        self.headers |= {name: value for name in _FOR_CLIENTS if _is_fit(value := response.headers.get(name, ""))}
+        self.is_stream = self.headers["Content-Type"].lower().startswith("text/event-stream")
+        """Whether it consists of events."""
 
     async def read(self, most: int) -> bytes:
         """The body.
@@ -108,36 +113,49 @@ class Answer:
         while part := await self.part():
             size += len(part)
             if size > most:
-                raise ServerFailed(ErrorCode.TOO_LARGE, self._server, f"answered with more than {most} bytes")
+                raise ServerFailed(ErrorCode.TOO_LARGE, self.server, f"answered with more than {most} bytes")
             parts.append(part)
         return b"".join(parts)
 
-    async def beginning(self) -> tuple[Said, bytes]:
-        """What the body begins with, and says by that: something or an error.
+    async def refusal(self) -> Whole:
+        """All of an answer that only says why the request was not served.
 
         Raises:
-            ServerFailed: It says nothing, is broken off or late.
+            ServerFailed: It is broken off, late or too long.
 
         """
-        if self.headers["Content-Type"].lower().startswith("text/event-stream"):
-            said, first = await self._first_event()
-        else:
-            first = await self.part()
-            said = Said.SOMETHING if first else Said.NOTHING
-        if said is Said.NOTHING:
-            raise ServerFailed(ErrorCode.PEER_LOST, self._server, "answered with nothing")
-        return said, first
+        try:
+            async with asyncio.timeout(limits.REFUSAL_SECONDS):
+                return Whole(self.status, self.headers, await self.read(limits.REFUSAL_BYTES))
+        except TimeoutError as error:
+            raise _failure(self.server, error) from error
 
-    async def _first_event(self) -> tuple[Said, bytes]:
-        beginning = Beginning()
-        said = beginning.add(await self.part())  # as a rule that is enough
+    async def beginning(self) -> bytes:
+        """What the body begins with, once it has said something.
+
+        Raises:
+            ServerFailed: It says nothing or an error, is broken off or late.
+
+        """
+        try:
+            async with asyncio.timeout_at(self._deadline):  # each byte is no progress, nor is a comment
+                said, first = await self._first()
+        except TimeoutError as error:
+            raise _failure(self.server, error) from error
         if said is Said.NOTHING:
-            try:
-                async with asyncio.timeout_at(self._deadline):  # comments are no progress
-                    while said is Said.NOTHING and (part := await self.part()):
-                        said = beginning.add(part)
-            except TimeoutError as error:
-                raise _failure(self._server, error) from error
+            raise ServerFailed(ErrorCode.PEER_LOST, self.server, "answered with nothing")
+        if said is Said.ERROR:
+            text = first[:MAX_ERROR_TEXT].decode(errors="replace").strip()
+            raise ServerFailed(ErrorCode.PEER_LOST, self.server, f"failed: {text}")
+        return first
+
+    async def _first(self) -> tuple[Said, bytes]:
+        if not self.is_stream:
+            first = await self.part()
+            return Said.SOMETHING if first else Said.NOTHING, first
+        beginning, said = Beginning(), Said.NOTHING
+        while said is Said.NOTHING and (part := await self.part()):
+            said = beginning.add(part)
         return said, bytes(beginning.held)
 
     async def part(self) -> bytes:
@@ -150,7 +168,7 @@ class Answer:
         try:
             part = await self._response.content.readany()
         except _FAILURES as error:
-            raise _failure(self._server, error) from error
+            raise _failure(self.server, error) from error
         self._last = (self._last + part[-_LAST_BYTES:])[-_LAST_BYTES:]  # the network may have cut the event
         self.is_whole = not part or self._last.endswith(_LAST_EVENT)
         return part
@@ -161,7 +179,6 @@ class Upstream:
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._prefill = aiohttp.ClientTimeout(total=timeouts.prefill, sock_connect=limits.CONNECT_SECONDS)
-        self._decode = aiohttp.ClientTimeout(sock_read=timeouts.decode, sock_connect=limits.CONNECT_SECONDS)
         self._whole = aiohttp.ClientTimeout(sock_connect=limits.CONNECT_SECONDS)
         self._timeouts = timeouts
         self._probe = aiohttp.ClientTimeout(total=limits.PROBE_SECONDS)
@@ -199,23 +216,25 @@ class Upstream:
         `sent` tells, also if this fails, whether the server may have got the request.
 
         Raises:
-            ServerFailed: It cannot be reached, breaks off, is late, or answers with a 5xx or a 429.
+            ServerFailed: It cannot be reached, breaks off, is late, or answers with a 429, or neither a 200 nor a 4xx.
 
         """
-        begun = asyncio.get_running_loop().time()
+        deadline = None
         with server.busy():
-            timing = self._prefill if server.role == "prefill" else self._decode if streamed else self._whole
-            first = self._timeouts.decode + self._timeouts.prefill * early
-            if early and streamed:
-                timing = aiohttp.ClientTimeout(sock_read=first, sock_connect=limits.CONNECT_SECONDS)
+            timing = self._prefill if server.role == "prefill" else self._whole
+            if server.role == "decode" and streamed:
+                seconds = self._timeouts.decode + self._timeouts.prefill * early
+                timing = aiohttp.ClientTimeout(sock_read=seconds, sock_connect=limits.CONNECT_SECONDS)
+                deadline = asyncio.get_running_loop().time() + seconds
             try:
-                response = await self._posted(server.url + path, body, headers, sent, timing)
+                async with asyncio.timeout_at(deadline):
+                    response = await self._posted(server.url + path, body, headers, sent, timing)
             except _FAILURES as error:
                 raise _failure(server, error) from error
             try:
-                answer = Answer(server, response, begun, first)
-                if answer.status >= 500 or answer.status == HTTPStatus.TOO_MANY_REQUESTS:
-                    raise await _refusal(server, answer)
+                answer = Answer(server, response, deadline)
+                if answer.status != HTTPStatus.OK and (answer.status not in _REFUSALS or answer.status == _BUSY):
+                    raise _failed(server, await answer.refusal())
                 yield answer
             finally:
                 response.close()  # one that was read to its end has given its connection back already
@@ -229,7 +248,7 @@ class Upstream:
         """
         session = self._session
         while True:
-            sent.reused = True
+            sent.reused = sent.whole = True
             _sending.set(sent)
             try:
                 response = await session.post(
@@ -240,15 +259,14 @@ class Upstream:
                     allow_redirects=False,
                 )
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
-                raise  # it has not got the request
+                sent.whole = session is self._again  # this time it has not got the request
+                raise
             except _FAILURES as error:
-                sent.whole = True
                 closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
                 if not (closed and sent.reused):
                     raise
                 session = self._again
             else:
-                sent.whole = True
                 return response
 
     async def params(self, server: Server, room: int) -> bytes:
@@ -260,10 +278,9 @@ class Upstream:
         """
         host = f"[{server.place.host}]" if ":" in server.place.host else server.place.host
         url = f"http://{host}:{server.place.bootstrap_port}/kvd/rooms/{room}"
-        begun = asyncio.get_running_loop().time()
         try:
             async with self._session.post(url, timeout=self._prefill, allow_redirects=False) as response:
-                body = await Answer(server, response, begun, self._timeouts.prefill).read(limits.PREFILL_ANSWER_BYTES)
+                body = await Answer(server, response).read(limits.PREFILL_ANSWER_BYTES)
         except _FAILURES as error:
             raise _failure(server, error) from error
         if response.status != HTTPStatus.OK:
@@ -300,10 +317,9 @@ class Upstream:
             ServerFailed: It does not.
 
         """
-        begun = asyncio.get_running_loop().time()
         try:
             async with self._session.get(server.url + path, headers=headers, timeout=self._probe) as response:
-                answer = Answer(server, response, begun, limits.PROBE_SECONDS)
+                answer = Answer(server, response)
                 return answer.status, await answer.read(limits.PROBE_BYTES)
         except _FAILURES as error:
             raise _failure(server, error) from error
@@ -335,16 +351,16 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return made
 
 
-async def _refusal(server: Server, answer: Answer) -> ServerFailed:
-    try:
-        async with asyncio.timeout(limits.REFUSAL_SECONDS):
-            body = await answer.read(limits.REFUSAL_BYTES)
-    except TimeoutError as error:
-        raise _failure(server, error) from error
-    said = body[:MAX_ERROR_TEXT].decode(errors="replace")
-    whole = Whole(answer.status, answer.headers, body) if answer.status == HTTPStatus.TOO_MANY_REQUESTS else None
+def _is_fit(header: str) -> bool:
+    """Whether clients can read it."""
+    return 0 < len(header) <= limits.PASSED_ON_CHARS and header.isascii() and header.isprintable()
+
+
+def _failed(server: Server, answer: Whole) -> ServerFailed:
+    said = answer.body[:MAX_ERROR_TEXT].decode(errors="replace")
     code = ErrorCode.OVERLOADED if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else ErrorCode.PEER_LOST
-    return ServerFailed(code, server, f"answered with status {answer.status}: {said}", answer=whole)
+    passed_on = answer if answer.status == _BUSY else None
+    return ServerFailed(code, server, f"answered with status {answer.status}: {said}", answer=passed_on)
 
 
 def _failure(server: Server, error: Exception) -> ServerFailed:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.router import limits
-from kvd.router.events import Beginning, Said
+from kvd.router.events import Beginning, Said, says_error
 
 
 def chunk(delta: dict[str, object], **more: object) -> bytes:
@@ -67,6 +67,32 @@ def said(stream: bytes, cuts: list[int] = []) -> Said:  # noqa: B006
 @given(cuts=st.lists(st.integers(0, 10_000), max_size=5))
 def test_a_stream_says_the_same_however_the_network_cuts_it(stream: bytes, expected: Said, cuts: list[int]) -> None:
     assert said(stream, cuts) is expected
+
+
+@pytest.mark.parametrize("event", [b"\n\n", PING, ROLE])
+def test_how_many_events_are_held_has_a_bound(event: bytes) -> None:
+    """Each costs the loop some microseconds."""
+    beginning = Beginning()
+    assert beginning.add(event * (limits.HELD_EVENTS - 1)) is Said.NOTHING
+    assert beginning.add(event) is Said.SOMETHING
+
+
+@pytest.mark.parametrize("part", [ERROR, TOKEN + ERROR + DONE, TOKEN + ERROR.replace(b"\n", b"\r\n")])
+def test_an_error_is_seen_in_any_part_of_a_stream(part: bytes) -> None:
+    assert says_error(part)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        TOKEN,
+        chunk({"content": json.dumps({"error": "x"})}),
+        b'data: {"error": null, "choices": [{"text": "a"}]}\n\n',
+        b'{"error": {}}',
+    ],
+)
+def test_what_is_no_error_is_not_taken_for_one(part: bytes) -> None:
+    assert not says_error(part)
 
 
 def test_what_is_held_has_a_bound() -> None:

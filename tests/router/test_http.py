@@ -18,7 +18,7 @@ from multidict import CIMultiDict
 from kvd.errors import BadRequest
 from kvd.router import limits
 from kvd.router.body import Body
-from kvd.router.clients.connections import client_of
+from kvd.router.clients.connections import Connection, client_of
 from kvd.router.clients.headers import passed_on
 from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
@@ -31,6 +31,7 @@ from tests.router.scripted import (
     Stage,
     decoded,
     event,
+    hanging,
     prefilled,
     routed,
     stalled,
@@ -497,7 +498,7 @@ async def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
 async def test_a_thousand_clients_that_are_slow_or_vanish_leave_nothing() -> None:
     data = json.dumps(BODY).encode()
     whole = head(len(data)) + data
-    sent = [b"", whole[:20], whole[:-20], whole, whole + whole[:20], whole + whole]
+    sent = [b"", whole[:20], whole[:-20], whole, whole + whole[:20], whole]
     loop = asyncio.get_running_loop()
 
     async with routed([prefilled] * 2, [endless] * 2) as stage:
@@ -525,6 +526,54 @@ async def test_a_thousand_clients_that_are_slow_or_vanish_leave_nothing() -> Non
         assert stage.server._intake.body_bytes.total == 0
         await fall_to(tasks, descriptors)
         assert all(server.in_flight == 0 for group in stage.server._health._groups for server in group.all)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("behind", ["a request", "a large one", "many"])
+async def test_a_client_that_sends_more_behind_its_request_is_noticed_when_it_leaves(
+    behind: str, *, together: bool
+) -> None:
+    """Of a connection whose next requests wait in it, reading stops: its end would not be seen."""
+    data = json.dumps(BODY | {"stream": False}).encode()
+    whole = head(len(data)) + data
+    more = {
+        "a request": whole,
+        "a large one": head(10 * limits.CHUNK_BYTES) + b" " * (10 * limits.CHUNK_BYTES),
+        "many": b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 40,
+    }[behind]
+    async with routed([prefilled], [hanging]) as stage:
+        reader, writer = await asyncio.open_connection(*stage.server.address.split(":"))
+        writer.write(whole + more if together else whole)
+        if not together:
+            await stage.decode[0].until(lambda server: server.open == 1)
+            writer.write(more)
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        await stage.server._intake.idle.wait()
+        await stage.decode[0].until(lambda server: server.open == 0)
+        assert stage.server._intake.body_bytes.total == 0
+        assert await stage.metric('kvd_router_requests_total{outcome="client_gone"}') == 1
+
+
+async def test_a_client_that_leaves_as_its_answer_begins_is_no_failure(monkeypatch, caplog) -> None:
+    prepare = web.StreamResponse.prepare
+
+    async def leave_first(response: web.StreamResponse, request: web.BaseRequest):
+        if isinstance(request.protocol, Connection):  # the router's, not a server's
+            request.transport.close()
+        return await prepare(response, request)
+
+    async with routed([prefilled], [decoded]) as stage:
+        with monkeypatch.context() as patched:
+            patched.setattr("kvd.router.reply.web.StreamResponse.prepare", leave_first)
+            with pytest.raises(aiohttp.ClientError):
+                await asyncio.wait_for(stage.ask(), PATIENCE)
+        await stage.server._intake.idle.wait()
+        assert await stage.metric('kvd_router_requests_total{outcome="client_gone"}') == 1
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_an_address_that_is_taken_is_named() -> None:

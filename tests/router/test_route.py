@@ -492,6 +492,98 @@ async def test_nothing_is_tried_again_after_the_first_token() -> None:
         assert await stage.metric('kvd_router_requests_total{outcome="broken_off"}') == 1
 
 
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+async def test_a_stream_that_breaks_off_says_why_however_its_events_end(end: bytes, *, cut: bool) -> None:
+    async def breaking_off(server: Scripted, request, body):
+        stream = await streaming(request)
+        said = event(0).replace(b"\n", end)
+        await stream.write(said[:-1] if cut else said)
+        if cut:
+            await asyncio.sleep(0.05)  # so that the network cuts there
+            await stream.write(said[-1:])
+        request.transport.close()
+        return stream
+
+    async with routed([prefilled], [breaking_off]) as stage:
+        async with stage.session.post(stage.url + PATH, json=BODY) as response:
+            said = await response.content.readuntil(b"}}")
+        assert said.startswith(event(0).replace(b"\n", end) + b'data: {"error"')
+
+
+async def test_an_error_after_the_first_token_breaks_the_answer_off() -> None:
+    async def failing_late(server: Scripted, request, body):
+        stream = await streaming(request)
+        await stream.write(event(0) + b'data: {"error": {"message": "no KV", "code": 500}}\n\n' + DONE)
+        return stream
+
+    async with routed([prefilled], [failing_late, decoded]) as stage:
+        async with stage.session.post(stage.url + PATH, json=BODY) as response:
+            assert response.status == 200
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+        assert len(stage.decode[1].bodies) == 0
+        assert await stage.metric('kvd_router_requests_total{outcome="broken_off"}') == 1
+
+
+def trickling(beginning: bytes, more: bytes) -> Answering:
+    async def answer(server: Scripted, request: web.Request, body) -> web.StreamResponse:
+        request.transport.write(beginning)
+        while True:
+            request.transport.write(more)
+            await asyncio.sleep(0.05)
+
+    return answer
+
+
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(trickling(b"HTTP/1.1 200 OK\r\nX: ", b"x"), id="in its head"),
+        pytest.param(trickling(b"", b"HTTP/1.1 102 Processing\r\n\r\n"), id="before its head"),
+        pytest.param(trickling(STREAM + b"1;", b"x"), id="before its first chunk"),
+        pytest.param(trickling(b"HTTP/1.1 400 X\r\nContent-Length: 1000\r\n\r\n", b" "), id="in a refusal"),
+    ],
+)
+async def test_a_server_that_says_nothing_byte_by_byte_is_late(bad, monkeypatch) -> None:
+    monkeypatch.setattr(limits, "REFUSAL_SECONDS", 3.0)
+    async with routed([prefilled], [bad, decoded], seconds=(30, 3)) as stage:
+        assert (await stage.ask())[0] == 200
+        await stage.decode[1].until(lambda server: len(server.releases) == 1)
+        assert (
+            await stage.metric(f'kvd_router_server_failures_total{{role="decode",server="{stage.decode[0].url}"}}') == 1
+        )
+
+
+@pytest.mark.parametrize("status", [199, 201, 204, 301, 304, 500, 600])
+async def test_an_answer_of_a_status_that_servers_do_not_have_is_a_failure(status: int) -> None:
+    async def odd(server: Scripted, request: web.Request, body) -> web.StreamResponse:
+        request.transport.write(b"HTTP/1.1 %d X\r\nContent-Length: 0\r\n\r\n" % status)
+        request.transport.close()
+        return web.Response()
+
+    async with routed([odd, prefilled], [odd, decoded], seconds=(30, 3)) as stage:
+        assert (await stage.ask())[0] == 200
+
+
+@pytest.mark.parametrize("kind", [b"text/\x01plain", b"text/" + b"x" * 20_000, "text/\u00e4".encode()])
+async def test_a_header_that_clients_could_not_read_is_not_passed_on(kind: bytes) -> None:
+    async def odd(server: Scripted, request: web.Request, body) -> web.StreamResponse:
+        request.transport.write(b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: 2\r\n\r\n{}" % kind)
+        request.transport.close()
+        return web.Response()
+
+    async with (
+        routed([prefilled], [odd, decoded]) as stage,
+        stage.session.post(stage.url + PATH, json=BODY) as response,
+    ):
+        assert response.status == 200
+        assert response.headers["Content-Type"] == "application/json"
+
+
 @pytest.mark.parametrize("refuser", ["prefill", "decode"])
 async def test_a_refusal_of_a_server_is_the_answer(refuser: str) -> None:
     answers = ([refusing], [decoded]) if refuser == "prefill" else ([prefilled], [refusing])
@@ -811,7 +903,7 @@ async def test_a_prefill_that_ends_when_its_client_is_gone_has_its_offer_release
         assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
 
 
-@pytest.mark.parametrize("bad", [None, failing, answering(429), refusing, vanishing, empty])
+@pytest.mark.parametrize("bad", [None, failing, answering(429), refusing, vanishing, empty, failing_in_stream])
 async def test_an_offer_that_one_decode_server_does_not_release_is_released_by_another(bad) -> None:
     gone = asyncio.Event()
     async with routed([_prefilled_after(gone)], [bad or decoded, stalled]) as stage:
@@ -822,6 +914,20 @@ async def test_an_offer_that_one_decode_server_does_not_release_is_released_by_a
         await stage.server._router.close()
         assert len(stage.decode[0].releases) == (bad is not None)
         assert await stage.metric('kvd_router_releases_total{outcome="done"}') == 1
+
+
+async def test_offers_of_a_request_wait_once_for_servers_that_hang(monkeypatch) -> None:
+    """With each of its offers it would take as long again, until they end by themselves."""
+    monkeypatch.setattr(limits, "RELEASE_SECONDS", 0.2)
+
+    async def bad(server: Scripted, request, body):
+        return await (vanishing if body in server.asked else hanging)(server, request, body)
+
+    async with routed([prefilled], [bad] * 3) as stage:
+        assert (await stage.ask())[0] == 502
+        await stage.server._router.close()
+        assert [len(server.releases) for server in stage.decode] == [1, 1, 1]
+        assert await stage.metric('kvd_router_releases_total{outcome="failed"}') == 3
 
 
 async def test_an_offer_that_a_decode_server_hangs_with_is_released_by_another(monkeypatch) -> None:

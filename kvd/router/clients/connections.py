@@ -43,11 +43,14 @@ class Connections:
 
     @contextlib.contextmanager
     def serving(self, connection: "Connection") -> Iterator[None]:
-        """While its request is served, `connection` is not closed for others."""
+        """While its request is served, `connection` is not closed for others, and takes no other request."""
         self._forget(connection)
+        connection.serves = True
+        connection.check_alone()
         try:
             yield
         finally:
+            connection.serves = False
             if connection.transport is not None:
                 self._waiting.setdefault(connection.client, {})[connection] = None
 
@@ -78,6 +81,8 @@ class Connection(web.RequestHandler):
         self._connections = connections
         self._metrics = metrics
         self.client = ""
+        self.serves = False
+        """Whether a request of which the whole body is here is served."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Counts only now: a loop may accept many before it makes the first."""
@@ -89,6 +94,19 @@ class Connection(web.RequestHandler):
         """Counts it no more."""
         self._connections.closed(self)
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Takes what the client sends."""
+        super().data_received(data)
+        self.check_alone()
+
+    def check_alone(self) -> None:
+        """Ends the connection if the next request has come before the answer to the last one has ended.
+
+        Reading stops behind a few of them, or one large body, and then a client would not be seen to leave.
+        """
+        if self.serves and self._messages and self.transport is not None:
+            self.transport.abort()
 
     def handle_error(
         self,
