@@ -368,6 +368,33 @@ def test_a_running_request_that_lacks_a_block_waits_for_a_turn_instead_of_a_pree
     assert not engine.unsent
 
 
+@pytest.mark.parametrize("why", ["an answer needs its room", "its name is used again", "a rank has lost it", "reset"])
+def test_a_turn_that_is_given_up_after_a_long_step_is_awaited_for_as_many_steps_as_any(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step in whose output that happens is over: nothing was told of it while that went on."""
+    manager, now = Manager(64), [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    engine = side(manager, share=0.25, ranks=2)
+    keep(engine, manager, "a", *range(1, 11))
+    (offer,) = engine.turns.kept._kept
+    now[0] += 10
+    if why == "a rank has lost it":
+        engine.turns.kept.ended([(offer, "daemon lost")])
+    elif why == "reset":
+        engine.turns.kept.clear()
+    else:
+        name = "b" if why == "an answer needs its room" else "a"
+        decode_turn(engine, manager, SEQUENCE, list(range(20, 30)), name=name)
+    assert engine.unsent
+    waits = []
+    for planned in range(4):
+        waits.append(engine.turns.kept.frees())
+        assert engine.take_metadata().withdrawals == ([offer] if planned == 0 else [])
+        now[0] += 10
+    assert waits == [True, True, True, False]
+
+
 def test_no_more_is_given_up_than_a_request_lacks_where_turns_share_blocks() -> None:
     manager = Manager(64)
     engine = side(manager, share=0.75)

@@ -8,6 +8,7 @@ vLLM has no blocks for a request that waits or runs: the oldest turn whose block
 turns that it continued, whose blocks it had, too.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +46,8 @@ class _Kept:
     """Whose daemons have not let go of it."""
     given_up: bool = False
     awaited_until: float = 0.0
-    """If it is given up, how long its blocks are waited for, by the clock of steps."""
+    """If it is given up, how long its blocks are waited for, by the clock of steps; without end until the step is
+    planned that tells the workers."""
     lost: str = ""
     """Why it ended on the first rank on which it was not read: then nobody can read all of it."""
 
@@ -174,8 +176,11 @@ class KeptTurns:
         return any(kept.awaited_until > self._clock.now for kept in self._kept.values())
 
     def take_withdrawals(self) -> list[str]:
-        """Offers that the workers are to withdraw."""
+        """Offers that the workers are to withdraw in the step that was just planned."""
         withdrawals, self._withdrawals = self._withdrawals, []
+        for offer in withdrawals:
+            if offer in self._kept:
+                self._kept[offer].awaited_until = self._clock.now + _FREED_SECONDS
         return withdrawals
 
     # --- inside -----------------------------------------------------------------------------------------------------
@@ -227,7 +232,7 @@ class KeptTurns:
         """Returns the blocks that no turn holds any more."""
         if kept.given_up:
             return set()
-        kept.given_up, kept.awaited_until = True, self._clock.now + _FREED_SECONDS
+        kept.given_up, kept.awaited_until = True, math.inf
         self._withdrawals.append(kept.offer)
         self._going.update(map(id, kept.blocks))
         self._leaving.update((id(block), block) for block in kept.blocks)
