@@ -30,7 +30,8 @@ def keep_tickets_out_of_logs(engine: str) -> None:
 def _redacting(engine: str, make: Callable[..., logging.LogRecord]) -> Callable[..., logging.LogRecord]:
     def make_redacted(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
-        if record.name.partition(".")[0] == engine:
+        # `logging.makeLogRecord` gives none, and puts it in afterwards.
+        if (record.name or "").partition(".")[0] == engine:
             _redact(record)
         return record
 

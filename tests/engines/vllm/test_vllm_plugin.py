@@ -105,6 +105,13 @@ def test_another_dynamo_is_left_alone_with_a_warning(
     assert "not known to this Dynamo" in record.getMessage()
 
 
+def test_records_that_an_application_makes_by_itself_have_no_name_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_with(monkeypatch, _registry={"KvdConnector": None})
+    register()
+    record = logging.makeLogRecord({"name": "app", "msg": "hello"})
+    assert (record.name, record.getMessage()) == ("app", "hello")
+
+
 TICKET = "kvd1.k5Sq-_8A"
 OFFER = "kvdo1.b7TzXw-_"
 TURN = "kvdt1.0123abcd"
