@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvd.client import Blocks
+from kvd.engines.vllm.growing.scheduler import STARVED_SECONDS
 from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, OpenOrder, WithdrawOrder
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.engines.vllm.turns import kept as kept_turns
@@ -182,6 +183,22 @@ def test_a_turn_that_is_pulled_for_long_keeps_its_offer(monkeypatch: pytest.Monk
     prefill.received(["next"])
     (extended,) = step(prefill, request, 350, list(range(11, 22))).growing
     assert extended.offer == opened.offer
+
+
+def test_a_turn_lacks_blocks_only_after_its_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have to wait for its first step, with nothing computed before it either."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    prefill, request, opened = pulled_turn()
+    for _ in range(2 * int(STARVED_SECONDS)):
+        now[0] += 1
+        assert step(prefill, request, 0).growing == []
+    prefill.received(["next"])
+    for _ in range(int(STARVED_SECONDS) - 1):
+        now[0] += 1
+        assert step(prefill, request, 0).growing == []
+    now[0] += 1
+    assert step(prefill, request, 0).growing == [WithdrawOrder("next", opened.offer)]
 
 
 def test_a_turn_that_is_aborted_while_it_is_pulled_ends_its_offer_too() -> None:

@@ -36,8 +36,8 @@ class _Growing:
     chosen: Chosen
     end: int
     """With so many tokens it is closed."""
-    opened: float
-    """When, by `StepClock`."""
+    queues_since: float
+    """When it came, or was last seen to wait for a pull, by `StepClock`."""
     begun: bool = False
     """Whether a step has computed some of it."""
     tokens: int = 0
@@ -97,8 +97,9 @@ class GrowingOffers:
     def _withdraw_starved(self, idle_since: float, now: float, loading: Collection[str]) -> None:
         """Ends the offers of requests that have queued for long while nothing was computed."""
         for request, growing in list(self._growing.items()):
-            queues = not growing.begun and request not in loading
-            if queues and now - max(idle_since, growing.opened) >= STARVED_SECONDS:
+            if request in loading:
+                growing.queues_since = now
+            elif not growing.begun and now - max(idle_since, growing.queues_since) >= STARVED_SECONDS:
                 text = "request %s is offered when it has ended: it has queued for %g s in which nothing was computed"
                 logger.warning(text, request, STARVED_SECONDS)
                 self.withdraw(request)
