@@ -50,6 +50,10 @@ class Loads:
         self._failing.discard(request)
         self._failed.discard(request)
 
+    def is_failing(self, request: str) -> bool:
+        """Whether its load has failed, and its blocks may still be written to."""
+        return request in self._failing
+
     def has_failed(self, request: str) -> bool:
         """Whether its load has failed, and it waits for blocks."""
         return request in self._failed

@@ -233,7 +233,8 @@ class SchedulerSide:
 
     def scheduled(self, output: Any) -> None:
         """VLLM has scheduled a step, whose metadata is taken next."""
-        self._growing.scheduled(output, self._loading)
+        loading = [request for request in self._loading if not self._loads.is_failing(request)]
+        self._growing.scheduled(output, loading)
 
     def answered(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """A request has ended whose blocks vLLM does not keep; they may be kept here for the conversation's next turn.

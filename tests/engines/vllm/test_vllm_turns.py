@@ -201,6 +201,21 @@ def test_a_turn_lacks_blocks_only_after_its_pull(monkeypatch: pytest.MonkeyPatch
     assert step(prefill, request, 0).growing == [WithdrawOrder("next", opened.offer)]
 
 
+def test_a_turn_whose_pull_has_failed_does_not_keep_its_offer_while_its_blocks_are_in_quarantine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing extends the offer, for which a decode engine waits, until the daemon has freed them."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    prefill, request, opened = pulled_turn()
+    prefill.received([], ["next"])
+    for _ in range(int(STARVED_SECONDS) - 1):
+        now[0] += 1
+        assert step(prefill, request, 0).growing == []
+    now[0] += 1
+    assert step(prefill, request, 0).growing == [WithdrawOrder("next", opened.offer)]
+
+
 def test_a_turn_that_is_aborted_while_it_is_pulled_ends_its_offer_too() -> None:
     prefill, request, opened = pulled_turn()
     request.status = Status.FINISHED_ABORTED

@@ -7,7 +7,8 @@ was read of it counts then, as it is never closed. The request itself goes on, a
 
 The same becomes of a request for which the engine lacks blocks. A decode engine has blocks for it already, and they may
 be what those requests wait for whose offers have the blocks that this one needs: neither engine would ever go on. One
-that waits for the blocks of an earlier turn has its own, and its pull ends in time.
+that pulls the blocks of an earlier turn has its own, and its pull ends in time; but if that has failed, or if it waits
+for another's pull of that turn, it is taken for one that lacks blocks.
 """
 
 import logging
@@ -22,7 +23,7 @@ from kvd.engines.vllm.step_clock import StepClock
 from kvd.layout import Full, Window
 
 STARVED_SECONDS = 5.0
-"""For how long the engine computes nothing at all before it takes the requests that queue for ones that lack blocks. By
+"""For how long the engine computes nothing at all before it takes the requests that wait for ones that lack blocks. By
 `StepClock`: where vLLM plans a step ahead, one in which nothing is computed may wait for a long one that computes."""
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class _Growing:
     chosen: Chosen
     end: int
     """With so many tokens it is closed."""
-    queues_since: float
+    waits_since: float
     """When it came, or was last seen to wait for a pull, by `StepClock`."""
     begun: bool = False
     """Whether a step has computed some of it."""
@@ -76,7 +77,7 @@ class GrowingOffers:
     def scheduled(self, output: Any, loading: Collection[str]) -> None:
         """VLLM has scheduled a step; `num_computed_tokens` of its requests are those before it.
 
-        Requests that are `loading` wait for a pull.
+        Requests that are `loading` wait for a pull of theirs, which has not failed.
         """
         self._clock.look()
         now = self._clock.now
@@ -95,12 +96,12 @@ class GrowingOffers:
             self._withdraw_starved(self._idle_since, now, loading)
 
     def _withdraw_starved(self, idle_since: float, now: float, loading: Collection[str]) -> None:
-        """Ends the offers of requests that have queued for long while nothing was computed."""
+        """Ends the offers of requests that have waited for long while nothing was computed."""
         for request, growing in list(self._growing.items()):
             if request in loading:
-                growing.queues_since = now
-            elif not growing.begun and now - max(idle_since, growing.queues_since) >= STARVED_SECONDS:
-                text = "request %s is offered when it has ended: it has queued for %g s in which nothing was computed"
+                growing.waits_since = now
+            elif not growing.begun and now - max(idle_since, growing.waits_since) >= STARVED_SECONDS:
+                text = "request %s is offered when it has ended: it has waited for %g s in which nothing was computed"
                 logger.warning(text, request, STARVED_SECONDS)
                 self.withdraw(request)
 
