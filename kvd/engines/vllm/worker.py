@@ -193,10 +193,20 @@ class WorkerSide:
             )
             self._offers[order.offer] = order
         else:
-            # A prefill that goes on ends such a pull, and the router knows how long it may take.
-            timeout = MAX_PULL_TIMEOUT if order.grows else self._pull_timeout
-            self._client.pull(order.pull, order.ticket, blocks=order.blocks, timeout=timeout, consumer=order.consumer)
-            self._pulls[order.pull] = order, time.monotonic()
+            self._send_pull(order)
+
+    def _send_pull(self, order: PullOrder) -> None:
+        if not order.waits and order.consumer in self._holds:
+            # The end of the hold lets go, too. Of a pull's end an engine without requests makes no step to hear.
+            self._client.cancel(order.consumer)
+            del self._holds[order.consumer]
+            return
+        # A prefill that goes on ends such a pull, and the router knows how long it may take.
+        timeout = MAX_PULL_TIMEOUT if order.grows else self._pull_timeout
+        self._client.pull(order.pull, order.ticket, blocks=order.blocks, timeout=timeout, consumer=order.consumer)
+        self._pulls[order.pull] = order, time.monotonic()
+        if not order.waits:
+            self._end_hold(order)
 
     def _give_up(self, order: Order, error: KvdError) -> None:
         if isinstance(order, Cancel):

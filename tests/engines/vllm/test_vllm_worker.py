@@ -224,6 +224,21 @@ def test_an_offer_is_held_from_before_the_pull_until_the_pull_has_ended(
     assert step(side, client, Cancelled("r#0", quarantined=False, blocks=())) == Results()
 
 
+@pytest.mark.parametrize("reached", [True, False], ids=["at once", "when its daemon is back"])
+def test_what_is_held_is_let_go_of_by_the_end_of_the_hold(side: WorkerSide, client: Client, reached: bool) -> None:
+    """VLLM makes no more steps for a request that it has ended."""
+    step(side, client, metadata=StepMetadata(holds=[HOLD]))
+    client.error = None if reached else FULL
+    step(side, client, metadata=StepMetadata(pulls=[PullOrder("r", "r#1", "kvd1.x", (), waits=False, consumer="r#0")]))
+    assert side.changed_unsent() is (None if reached else True)
+    client.error = None
+    step(side, client)
+    assert client.calls[1:] == [("cancel", "r#0")]
+    assert not side.changed_unsent()
+    assert step(side, client, Cancelled("r#0", quarantined=False, blocks=())) == Results()
+    assert len(client.calls) == 2
+
+
 def test_a_hold_that_was_lost_with_a_session_is_sent_again_while_its_request_queues(
     side: WorkerSide, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,9 +252,7 @@ def test_a_hold_that_was_lost_with_a_session_is_sent_again_while_its_request_que
     step(side, client, metadata=StepMetadata(pulls=[PullOrder("r", "r#1", "kvd1.x", (), waits=False, consumer="r#0")]))
     client.connected = True
     step(side, client)
-    step(side, client, Done("r#1"))
-    step(side, client)
-    assert [call[:2] for call in client.calls[2:]] == [("pull", "r#0"), ("pull", "r#1"), ("cancel", "r#0")]
+    assert [call[:2] for call in client.calls[2:]] == [("pull", "r#0"), ("cancel", "r#0")]
 
 
 def test_a_hold_that_a_daemon_fails_at_once_is_not_sent_again_with_each_step(
@@ -257,7 +270,6 @@ def test_a_hold_that_a_daemon_fails_at_once_is_not_sent_again_with_each_step(
     assert client.calls == [("pull", "r#0", "kvd1.x", (), 3600.0, "hold")] * 2
     step(side, client, unmet)
     step(side, client, metadata=StepMetadata(pulls=[PullOrder("r", "r#1", "kvd1.x", (), waits=False, consumer="r#0")]))
-    step(side, client, Done("r#1"))
     side._clock.now += 1.0
     step(side, client)
     assert [call[:2] for call in client.calls[2:]] == [("pull", "r#1")]  # nobody wants it held any more

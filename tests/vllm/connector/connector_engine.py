@@ -343,9 +343,11 @@ class Engine:
             self.step()
             time.sleep(0.001)
 
-    def prefilled(self, name: str, prompt: Sequence[int], tables: Sequence[list[int]]) -> dict[str, Any]:
+    def prefilled(
+        self, name: str, prompt: Sequence[int], tables: Sequence[list[int]], consumers: int = 1
+    ) -> dict[str, Any]:
         """A request whose prefill has ended with these block tables; returns what the router gets."""
-        request = Request(name, list(prompt), {"do_remote_decode": True})
+        request = Request(name, list(prompt), {"do_remote_decode": True, "kvd_consumers": consumers})
         self.scheduler.on_new_request(request)
         self.step()  # in which the prefill is computed
         keep, params = self.scheduler.request_finished_all_groups(request, tuple(tables))

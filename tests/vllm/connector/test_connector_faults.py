@@ -37,9 +37,9 @@ class Pair:
             config.model_config.hf_text_config.rope_parameters["rope_theta"] = theta
         return self._stack.enter_context(closing(Engine(config, "llama", settings, block_tokens=block_tokens)))
 
-    def offered(self, name: str) -> dict[str, Any]:
+    def offered(self, name: str, consumers: int = 1) -> dict[str, Any]:
         """A finished prefill whose offer the daemon has."""
-        params = self.producer.prefilled(name, PROMPT, [SOURCE])
+        params = self.producer.prefilled(name, PROMPT, [SOURCE], consumers)
         self.producer.step()
         return params
 

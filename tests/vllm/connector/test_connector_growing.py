@@ -14,6 +14,7 @@ from kvd.engines.vllm.cache.config import window_of
 from kvd.engines.vllm.growing.params import producer as producer_of
 from kvd.layout import Full
 from tests.support.fleet import until
+from tests.support.patience import PATIENCE
 from tests.vllm.connector.connector_engine import BLOCK_TOKENS, Chunk, Daemons, Engine, Request
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -168,6 +169,26 @@ def test_a_request_that_is_aborted_at_the_decode_engine_lets_the_prefill_go_on_f
     asked.status = type(asked.status).FINISHED_ABORTED
     consumer.scheduler.request_finished_all_groups(asked, ([2, 4, 6, 8],))
     consumer.run_until(lambda: "r" in consumer.received)
+    producer.step(Chunk(request, 36, [[3, 7, 1, 5]]))
+    keep, _ = producer.scheduler.request_finished_all_groups(request, ([3, 7, 1, 5],))
+    assert keep
+    producer.run_until(lambda: "r" in producer.sent)
+
+
+def test_a_request_that_is_aborted_while_it_queues_holds_the_offer_no_more_while_the_prefill_goes_on(
+    start: Callable[..., Engine],
+) -> None:
+    """VLLM makes one step for it at the decode engine."""
+    producer, consumer = start("p", "llama"), start("d", "llama")
+    asked = consumer.queue("r", PROMPT, decode_params(producer))
+    consumer.step()
+    request = prefilling(producer)
+    producer.step(Chunk(request, 64, [[3, 7]]))
+    client = producer.workers[0]._worker._client
+    producer.run_until(lambda: client.status(PATIENCE)["leases"]["claims_held"] == 1)
+    consumer.scheduler.request_finished_all_groups(asked, ([],))
+    consumer.step()
+    producer.run_until(lambda: client.status(PATIENCE)["leases"]["claims_held"] == 0)
     producer.step(Chunk(request, 36, [[3, 7, 1, 5]]))
     keep, _ = producer.scheduler.request_finished_all_groups(request, ([3, 7, 1, 5],))
     assert keep

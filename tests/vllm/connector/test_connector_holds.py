@@ -47,13 +47,13 @@ def claims(pair: Pair) -> int:
     return held
 
 
-def held(pair: Pair) -> Any:
+def held(pair: Pair, consumers: int = 1) -> Any:
     """A request that queues at the decode engine, which makes no step after its first; its offer's time is over.
 
     A machine that is too slow to hold an offer before its time is over gets another one; the daemons have met by then.
     """
     for number, _ in enumerate(until("an offer is held in time")):
-        params = pair.offered(name := f"r{number}")
+        params = pair.offered(name := f"r{number}", consumers)
         request = pair.consumer.queue(name, PROMPT, params)
         pair.consumer.step()
         pair.producer.run_until(lambda name=name: claims(pair) or name in pair.producer.sent)
@@ -88,8 +88,25 @@ def read(pair: Pair, request: Any) -> None:
 
 
 @pytest.mark.usefixtures("endless_claims")
-def test_an_abort_of_a_request_that_queues_frees_the_producers_blocks(pair: Pair) -> None:
-    request = held(pair)
+@pytest.mark.parametrize("consumers", [1, 2, 0])
+def test_an_abort_of_a_request_that_queues_frees_the_producers_blocks(pair: Pair, consumers: int) -> None:
+    """VLLM makes one step for it. Others that the offer is for do not come, and its time is over."""
+    request = held(pair, consumers)
+
+    def abort() -> None:
+        assert pair.consumer.scheduler.request_finished_all_groups(request, ([],)) == (False, None)
+        pair.consumer.step()
+
+    freed(pair.producer, request, abort)
+
+
+@pytest.mark.usefixtures("endless_claims")
+def test_an_abort_of_a_request_that_queues_frees_the_producers_blocks_before_the_offers_time(pair: Pair) -> None:
+    pair.producer.close()
+    pair.producer = pair.engine("p", offer_ttl=600.0)
+    request = pair.consumer.queue("r", PROMPT, pair.offered("r"))
+    pair.consumer.step()
+    pair.producer.run_until(lambda: claims(pair) == 1)
 
     def abort() -> None:
         assert pair.consumer.scheduler.request_finished_all_groups(request, ([],)) == (False, None)
