@@ -1,21 +1,26 @@
 """The JSON in `Status.report`: what each room of a daemon tells of itself. Readers ignore unknown fields."""
 
+import itertools
+import math
+
 import msgspec
 
 from kvd import limits
 from kvd.errors import ErrorCode, refusal
+from kvd.protocol.types import Count
+from kvd.units import printable
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
     """A pool; `state` is one of `kvd.actors.pools.pool.State`, `device` the UUID of the GPU that has it."""
 
     worker: str
-    bytes: int
+    bytes: Count
     backing: str | None
     state: str
-    uid: int
+    uid: Count
     device: str = ""
-    epoch: int = 0
+    epoch: Count = 0
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
@@ -32,18 +37,18 @@ class PeerStatus(msgspec.Struct, frozen=True):
     slow: str | None = None
     last_loss: str = ""
     unreached_seconds: float | None = None
-    incarnation: int | None = None
+    incarnation: Count | None = None
 
 
 class LeaseStatus(msgspec.Struct, frozen=True):
     """Active offers, how many are claimed, and claims that wait for an offer; `blocks` by what they stand for."""
 
-    active: int
-    claimed: int
-    claims_held: int
-    claims_waiting: int
-    blocks: dict[str, int] = {}
-    last_generation: int = 0
+    active: Count
+    claimed: Count
+    claims_held: Count
+    claims_waiting: Count
+    blocks: dict[str, Count] = {}
+    last_generation: Count = 0
 
 
 class PullStatus(msgspec.Struct, frozen=True):
@@ -53,33 +58,33 @@ class PullStatus(msgspec.Struct, frozen=True):
     a peer; `routes` between layouts are kept.
     """
 
-    pulls: int
-    transfers: dict[str, int]
-    quarantined: int
-    busy_blocks: dict[str, int]
-    blocks: dict[str, int] = {}
-    connecting: int = 0
-    routes: int = 0
+    pulls: Count
+    transfers: dict[str, Count]
+    quarantined: Count
+    busy_blocks: dict[str, Count]
+    blocks: dict[str, Count] = {}
+    connecting: Count = 0
+    routes: Count = 0
 
 
 class LogStatus(msgspec.Struct, frozen=True):
     """Notifications that one worker has not acknowledged, and the number of the next one."""
 
-    kept: int
-    next: int = 0
+    kept: Count
+    next: Count = 0
 
 
 class Totals(msgspec.Struct, frozen=True):
     """Counters since the daemon started: two statuses give a rate."""
 
     seconds: float
-    read_bytes: int
-    read_descriptors: int
-    pulls: dict[str, int]
-    refused: int
-    peers_lost: int
-    pull_buckets: dict[str, int]
-    """Pulls by duration, cumulative: `le` in seconds, a number, to count."""
+    read_bytes: Count
+    read_descriptors: Count
+    pulls: dict[str, Count]
+    refused: Count
+    peers_lost: Count
+    pull_buckets: dict[str, Count]
+    """Pulls by duration: `le` in seconds, numbers that rise from 0, to cumulative counts."""
 
 
 class ProcessorStatus(msgspec.Struct, frozen=True):
@@ -108,7 +113,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     daemon: str
     version: str
-    pid: int
+    pid: Count
     address: str
     http: str
     device: str
@@ -116,7 +121,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     not_ready: dict[str, str]
     totals: Totals
     processor: ProcessorStatus = ProcessorStatus(0.0, {})
-    incarnation: int = 0
+    incarnation: Count = 0
 
 
 class StatusReport(ProcessStatus, frozen=True, kw_only=True):
@@ -128,7 +133,7 @@ class StatusReport(ProcessStatus, frozen=True, kw_only=True):
     leases: LeaseStatus
     scheduler: PullStatus
     completion: dict[str, LogStatus]
-    worker_pids: dict[str, int] = {}
+    worker_pids: dict[str, Count] = {}
     """In the daemon's PID namespace; 0 for a worker that is outside of it."""
 
 
@@ -144,8 +149,18 @@ def decode(report: bytes) -> StatusReport:
     """
     try:
         status = _decoder.decode(report.decode())
-        for bound in status.totals.pull_buckets:
-            float(bound)
-    except (msgspec.MsgspecError, ValueError) as error:  # also what is no UTF-8, or no number
-        raise refusal(ErrorCode.BAD_MESSAGE, f"this is no status of this release: {error}") from error
+        _check_histogram(status.totals.pull_buckets)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also what is no UTF-8, or no number
+        said = printable(str(error)[: limits.MAX_ERROR_TEXT])  # it may quote the report, whole
+        raise refusal(ErrorCode.BAD_MESSAGE, f"this is no status of this release: {said}") from error
     return status
+
+
+def _check_histogram(buckets: dict[str, Count]) -> None:
+    """Raises ValueError for what is no histogram, or has no bound to tell as a quantile."""
+    bounds = [float(bound) for bound in buckets]
+    # NaN is not above 0; infinity is above all others, so it can only be the last bound.
+    if not all(below < bound for below, bound in itertools.pairwise([0.0, *bounds])) or bounds[:1] == [math.inf]:
+        raise ValueError("the bounds of its buckets do not rise from 0, or the first one is infinite")
+    if any(count > following for count, following in itertools.pairwise(buckets.values())):
+        raise ValueError("the counts of its buckets fall")

@@ -1,10 +1,12 @@
 """Single checks of the doctor, on hosts made of files."""
 
+import contextlib
 import io
 import os
 import re
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -220,6 +222,15 @@ def test_daemons_that_share_a_user_are_named_with_what_that_means(fleet: Fleet) 
     assert f"{other.socket}.pools" in note.text  # and those of other tests, whose folders lie beside this one's
     other.kill()  # its socket stays
     assert not [finding for finding in check_daemon(str(one.socket), PATIENCE) if "may write to" in finding.text]
+
+
+def test_a_report_that_cannot_be_read_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = b'{"unknown":' + 100_000 * b"[" + 100_000 * b"]" + b"}"
+    told = contextlib.nullcontext(SimpleNamespace(credentials=None, status=lambda _: report))
+    monkeypatch.setattr("kvd.doctor.daemon.Inquiry", lambda _: told)
+    last = check_daemon(str(tmp_path), PATIENCE)[-1]
+    assert last.level is Level.BROKEN
+    assert "this is no status of this release: maximum recursion depth" in last.text
 
 
 WORDS = "no\x1b[2J\x1b]0;x\x07\r\nok    daemon  [red]all is well"

@@ -1,6 +1,8 @@
-"""A daemon's own part of a status, where there is no process."""
+"""Statuses where there is no process: a daemon's own part, and a whole one."""
 
-from kvd.protocol.status import ProcessStatus, Totals
+import msgspec
+
+from kvd.protocol.status import LeaseStatus, ProcessStatus, PullStatus, StatusReport, Totals
 
 
 def process_status(daemon: str) -> ProcessStatus:
@@ -15,4 +17,17 @@ def process_status(daemon: str) -> ProcessStatus:
         ready=True,
         not_ready={},
         totals=Totals(0.0, 0, 0, {}, 0, 0, {}),
+    )
+
+
+def status_report(totals: Totals) -> StatusReport:
+    """The status of a daemon with these counters and nothing else."""
+    return StatusReport(
+        **msgspec.structs.asdict(process_status("d")) | {"totals": totals},
+        workers=[],
+        pools=[],
+        handshake=[],
+        leases=LeaseStatus(0, 0, 0, 0),
+        scheduler=PullStatus(0, {}, 0, {}),
+        completion={},
     )
