@@ -5,6 +5,7 @@ import json
 import sys
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from kvd.cli.arguments import seconds
@@ -21,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
         description="Shows pools, peers, leases, transfers and paths. Exit status: 0 ready, 1 not ready, 2 no daemon.",
     )
     add_daemon_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
+    parser.add_argument("--json", action="store_true", help="print all that this release knows of it as JSON")
     parser.set_defaults(run=run)
 
 
@@ -41,10 +42,10 @@ def socket_of(args: argparse.Namespace) -> str:
 def run(args: argparse.Namespace) -> int:
     """Prints the status."""
     with Inquiry(socket_of(args)) as inquiry:
-        report = inquiry.status(args.timeout)
-    status = decode(report)
+        status = decode(inquiry.status(args.timeout))
     if args.json:
-        sys.stdout.write(json.dumps(json.loads(report)) + "\n")  # in ASCII: others have a say in it
+        # What was checked, and in ASCII: others have a say in it.
+        sys.stdout.write(json.dumps(msgspec.to_builtins(status)) + "\n")
     else:
         Console(highlight=False).print(status_view(status))
     return 0 if status.ready else 1

@@ -82,16 +82,18 @@ def _counts(status: StatusReport) -> Table:
         f"{leases.active} active, {leases.claimed} claimed, {leases.claims_held} claims held, "
         f"{leases.claims_waiting} claims waiting",
     )
-    states = ", ".join(f"{count} {shown(state)}" for state, count in pulls.transfers.items()) or "no transfers"
+    states = ", ".join(f"{count} {state}" for state, count in pulls.transfers.items()) or "no transfers"
     quarantined = f"[red]{pulls.quarantined} quarantined[/]" if pulls.quarantined else "0 quarantined"
-    table.add_row("[bold]pulls[/]", f"{pulls.pulls} open ({states}), {quarantined}")
-    held = ", ".join(f"{count} {shown(state)}" for state, count in (leases.blocks | pulls.blocks).items() if count)
-    table.add_row("[bold]blocks[/]", held or "none held")
+    table.add_row("[bold]pulls[/]", f"{pulls.pulls} open ({shown(states)}), {quarantined}")
+    held = ", ".join(f"{count} {state}" for state, count in (leases.blocks | pulls.blocks).items() if count)
+    table.add_row("[bold]blocks[/]", shown(held or "none held"))
     totals = status.totals
     processor = status.processor
     if processor.waited:
         style = "red" if processor.starved else "default"
         table.add_row("[bold]processor[/]", f"[{style}]{shown(processor.text)}[/]")
-    ended = ", ".join(f"{count} {shown(outcome)}" for outcome, count in sorted(totals.pulls.items())) or "none"
-    table.add_row("[bold]so far[/]", f"{ended}; {size(totals.read_bytes)} in {totals.read_descriptors} descriptors")
+    ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(totals.pulls.items())) or "none"
+    table.add_row(
+        "[bold]so far[/]", f"{shown(ended)}; {size(totals.read_bytes)} in {totals.read_descriptors} descriptors"
+    )
     return table

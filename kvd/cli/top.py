@@ -26,6 +26,8 @@ from kvd.units import size
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 60
+_LEAST_SECONDS = 1e-6
+"""Between two statuses: no daemon answers faster, and rates over less may be infinite."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -52,9 +54,9 @@ class Rates:
         """Takes another status in."""
         last = self._last
         self._last = totals
-        if last is None or totals.seconds <= last.seconds:  # the first one, or a daemon that was restarted
+        seconds = totals.seconds - last.seconds if last else 0.0
+        if last is None or seconds < _LEAST_SECONDS:  # the first one, or a daemon that was restarted
             return
-        seconds = totals.seconds - last.seconds
         self.bytes_per_second = max(0, totals.read_bytes - last.read_bytes) / seconds
         self.pulls_per_second = {
             outcome: max(0, count - last.pulls.get(outcome, 0)) / seconds for outcome, count in totals.pulls.items()
@@ -85,7 +87,7 @@ class Rates:
 def quantile(buckets: list[tuple[float, int]], share: float) -> float:
     """The bucket bound below which `share` of the counts lie; `buckets` are (bound, cumulative count)."""
     buckets = sorted(buckets)
-    if not buckets or not buckets[-1][1]:
+    if not buckets or buckets[-1][1] <= 0:  # counts fall where a daemon was restarted
         return 0.0
     wanted = share * buckets[-1][1]
     found = next(bound for bound, count in buckets if count >= wanted)
@@ -112,9 +114,9 @@ def view(status: StatusReport, rates: Rates) -> RenderableType:
     """The screen."""
     now = Table.grid(padding=(0, 3))
     ended = sorted(rates.pulls_per_second.items())
-    pulls = "   ".join(f"{shown(outcome)} {rate:.0f}/s" for outcome, rate in ended) or "-"
+    pulls = "   ".join(f"{outcome} {rate:.0f}/s" for outcome, rate in ended) or "-"
     now.add_row("[bold]bytes in[/]", f"{size(rates.bytes_per_second)}/s")
-    now.add_row("[bold]pulls[/]", pulls)
+    now.add_row("[bold]pulls[/]", shown(pulls))
     now.add_row("[bold]duration[/]", _durations(rates))
     graph = Text(sparkline(rates.history), style="cyan")
     peak = f"peak {size(max(rates.history, default=0))}/s over the last {len(rates.history)} updates"
