@@ -13,7 +13,9 @@ import msgspec
 from kvd.router import limits
 from kvd.router.body import NULL, decode
 
-_END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+ENDS: Final = (b"\r\n\r\n", b"\n\n", b"\r\r")
+"""What may end an event."""
+_END: Final = re.compile(b"|".join(ENDS))
 _EMPTY: Final = {b'""', b"null", b"[]"}
 
 

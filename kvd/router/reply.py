@@ -10,14 +10,13 @@ from aiohttp import web
 
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.router import limits
+from kvd.router.events import ENDS
 
 _BAD = {ErrorCode.TOO_LARGE: HTTPStatus.REQUEST_ENTITY_TOO_LARGE, ErrorCode.UNKNOWN_REQUEST: HTTPStatus.NOT_FOUND}
 _UNAVAILABLE = {
     ErrorCode.OVERLOADED: HTTPStatus.SERVICE_UNAVAILABLE,
     ErrorCode.DEADLINE: HTTPStatus.GATEWAY_TIMEOUT,
 }
-
-_ENDS_OF_EVENT = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
 class ClientGone(Unavailable):
@@ -70,7 +69,7 @@ class Reply:
             return self.response
         if isinstance(error, ClientGone):
             transport.abort()  # what it has not taken would keep the connection open
-        elif self.response.content_type == "text/event-stream" and self._last.endswith(_ENDS_OF_EVENT):
+        elif self.response.content_type == "text/event-stream" and self._last.endswith(ENDS):
             with contextlib.suppress(ClientGone):
                 await self.send(b"data: " + _encode(error) + b"\n\n")
         transport.close()  # without the mark of a whole body

@@ -125,7 +125,7 @@ class Router:
         """Has `server` decode while the prefill goes on. False if what the prefill answers must be looked at first."""
         early = attempts.early
         assert early is not None  # noqa: S101  # it was begun
-        attempts.taken = attempts.answered = False
+        attempts.answered = False
         decoding = asyncio.create_task(self._decoded(request, client, server, attempts, sent))
         try:
             if not await early.beside(decoding, lambda: attempts.answered):
@@ -134,7 +134,7 @@ class Router:
             if not sent.whole:
                 raise  # another one gets the same offer
             if early.is_as_told:
-                attempts.early, attempts.prefilled = None, None if attempts.taken else early.prefilled
+                attempts.early, attempts.prefilled = None, early.prefilled
                 raise
             if failure.is_certain:
                 self._leave(request, attempts)
@@ -153,8 +153,6 @@ class Router:
         if not await self._use(early.answer.result(), client, early.server, attempts):
             return
         if early.is_as_told:  # the decode server could not use it
-            if attempts.taken:
-                attempts.prefilled = None
             self._put_off(attempts)
         await self._attempt(request, client, attempts)
 

@@ -639,7 +639,12 @@ async def test_servers_that_are_overloaded_make_the_router_so() -> None:
 @pytest.mark.parametrize("bad", [hanging, vanishing, failing, empty])
 async def test_an_offer_is_released_that_a_decode_server_got_and_did_not_answer(bad) -> None:
     """It may have ended the request before its engine had it, which then lets go of nothing."""
-    async with routed([prefilled], [bad, decoded], seconds=(30, 3)) as stage:
+
+    async def first(server: Scripted, request: web.Request, body) -> web.StreamResponse:
+        stage.server._upstream._timeouts = Timeouts(MOMENT, MOMENT)  # the next one need not be quick
+        return await bad(server, request, body)
+
+    async with routed([prefilled], [first, decoded], seconds=(MOMENT, 3)) as stage:
         assert (await stage.ask())[0] == 200
         await stage.decode[1].until(lambda server: len(server.releases) == 1)
         assert stage.decode[1].releases[0]["kv_transfer_params"] == PARAMS
