@@ -66,10 +66,11 @@ class Worker(WaitingSession):
         return self._run(self._offering(offer, request, timeout))
 
     def status(self, timeout: float = 10.0) -> dict[str, Any]:
-        """The daemon's status, from its JSON.
+        """The daemon's status: the fields of `kvd.protocol.status.StatusReport`.
 
         Raises:
             Unavailable: `DAEMON_LOST`, the daemon cannot be reached; `DEADLINE`, no answer within `timeout` seconds.
+            BadRequest: `BAD_MESSAGE`, the answer is no status of this release.
 
         """
         return self._run(self._asking_status(timeout))

@@ -7,13 +7,14 @@ it yields (`time.monotonic`). Its return value is the answer.
 import math
 import time
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from kvd.client.events import Event, Offered, OfferRefused, Released
 from kvd.client.session import Session
 from kvd.errors import ErrorCode, error_from_code, refusal
+from kvd.protocol.status import decode
 
 T = TypeVar("T")
 Waits = Generator[float, None, T]
@@ -55,7 +56,7 @@ class WaitingSession(Session):
             self._driver.core.abandon_status(call)
         if report is None:
             raise refusal(ErrorCode.DEADLINE, f"no status within {timeout} s")
-        return msgspec.json.decode(report, type=dict[str, Any])
+        return cast("dict[str, Any]", msgspec.to_builtins(decode(report)))
 
     def _waiting(self, timeout: float) -> Waits[list[Event]]:
         events = yield from self._until(lambda: self._driver.core.take_events() or None, self._deadline(timeout))

@@ -148,10 +148,10 @@ def _keys(request: Request) -> Iterator[bytes]:
     """By what the turn before that of `request` may be found, first its own: a chat has all of its beginnings."""
     fields = request.body.fields
     who = hashlib.blake2b(digest_size=16, person=b"kvd router")
-    for part in (request.headers.get("Authorization", "").encode(errors="replace"), bytes(fields.get(_SALT, b""))):
+    for part in (_header(request, "Authorization"), bytes(fields.get(_SALT, b""))):
         who.update(len(part).to_bytes(4, "little") + part)
     field = bytes(fields.get(_FIELD, NULL))
-    named = request.headers.get(_CONVERSATION, "").encode(errors="replace") or (b"" if field in _NO_NAME else field)
+    named = _header(request, _CONVERSATION) or (b"" if field in _NO_NAME else field)
     if named:
         who.update(b"\0" + bytes(fields.get("model", b"")) + b"\0" + named)
         yield who.digest()
@@ -160,3 +160,8 @@ def _keys(request: Request) -> Iterator[bytes]:
             key = who.copy()
             key.update(prefix)
             yield key.digest()
+
+
+def _header(request: Request, name: str) -> bytes:
+    """The bytes that the client sent, also where they are no UTF-8; none if it sent no such header."""
+    return request.headers.get(name, "").encode(errors="surrogateescape")

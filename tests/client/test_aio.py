@@ -4,13 +4,16 @@ import select
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
 from kvd.client import AsyncWorker, Blocks, Disconnected, Done, Event, Failed, OfferRefused, Reattached, Released
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.protocol import worker as wire
+from kvd.protocol.status import Totals
 from tests.client.conftest import ScriptedDaemon, Spec
 from tests.support.patience import MOMENT
+from tests.support.statuses import status_report
 
 BLOCKS = (Blocks(group=0, first=0, ids=[3, 1, 2]),)
 
@@ -49,13 +52,15 @@ async def test_the_pool_is_mapped_and_facts_are_known(daemon: ScriptedDaemon, wo
 async def test_an_offer_a_status_and_a_pull_at_once_get_their_own_answers(
     daemon: ScriptedDaemon, worker: AsyncWorker, script: Script
 ) -> None:
+    report = msgspec.json.encode(status_report(Totals(1.0, 2, 3, {}, 4, 5, {})))
+
     def answer() -> None:
         for _ in range(3):
             match daemon.inbox.get(timeout=MOMENT):
                 case wire.Offer() as offer:
                     daemon.send(wire.Offered(offer.call, "the ticket"))
                 case wire.StatusRequest() as status:
-                    daemon.send(wire.Status(status.call, b'{"pulls": 1}'))
+                    daemon.send(wire.Status(status.call, report))
                 case wire.Pull() as pull:
                     daemon.notify(1, wire.Done(pull.request))
 
@@ -64,7 +69,7 @@ async def test_an_offer_a_status_and_a_pull_at_once_get_their_own_answers(
     ticket, status = await asyncio.gather(
         worker.offer("offer-1", tokens=10, blocks=BLOCKS, ttl=60), worker.status(timeout=MOMENT)
     )
-    assert (ticket, status) == ("the ticket", {"pulls": 1})
+    assert (ticket, status) == ("the ticket", msgspec.json.decode(report))
     assert await wait_for(worker, 1) == [Done("pull-1")]
     await answered
 

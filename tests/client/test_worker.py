@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
 
@@ -39,8 +40,10 @@ from kvd.net.interface import SessionClosed
 from kvd.net.options import Kind, apply
 from kvd.net.unix import Credentials
 from kvd.protocol import worker as wire
+from kvd.protocol.status import Totals
 from tests.client.conftest import ScriptedDaemon, Spec
 from tests.support.patience import MOMENT
+from tests.support.statuses import status_report
 
 BLOCKS = (Blocks(group=0, first=0, ids=[3, 1, 2]),)
 
@@ -511,8 +514,17 @@ class TestStatus:
     def test_it_is_the_daemons_document(self, daemon: ScriptedDaemon, worker: Worker) -> None:
         asking = worker._asking_status(MOMENT)
         next(asking)
-        daemon.send(wire.Status(daemon.expect(wire.StatusRequest).call, b'{"pulls": 0}'))
-        assert worker._run(asking) == {"pulls": 0}
+        report = msgspec.json.encode(status_report(Totals(1.0, 2, 3, {}, 4, 5, {})))
+        daemon.send(wire.Status(daemon.expect(wire.StatusRequest).call, report))
+        assert worker._run(asking) == msgspec.json.decode(report)
+
+    @pytest.mark.parametrize("report", [b"{}", b"\xff", b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"])
+    def test_what_is_no_status_is_refused(self, daemon: ScriptedDaemon, worker: Worker, report: bytes) -> None:
+        asking = worker._asking_status(MOMENT)
+        next(asking)
+        daemon.send(wire.Status(daemon.expect(wire.StatusRequest).call, report))
+        with pytest.raises(BadRequest, match="this is no status of this release"):
+            worker._run(asking)
 
     def test_no_answer_is_a_deadline(self, worker: Worker) -> None:
         with pytest.raises(Unavailable, match=r"no status within 0\.01 s"):

@@ -10,7 +10,8 @@ from aiohttp import web
 
 from kvd.engines.redaction import _TICKET
 from kvd.router import limits
-from kvd.router.body import Body, seconds_of
+from kvd.router.body import Body, Request, seconds_of
+from kvd.router.conversations import _own_key
 from tests.router.scripted import (
     BODY,
     DONE,
@@ -347,3 +348,12 @@ def test_flags_of_what_a_turn_left_do_not_change_what_a_prefill_is() -> None:
 @pytest.mark.parametrize("params", [b'{"kvd_ttl": "x"}', b"[]", b'{"kvd_ttl": null}'])
 def test_parameters_that_cannot_be_read_are_kept_for_no_time(params: bytes) -> None:
     assert seconds_of(msgspec.Raw(params)) == 0.0
+
+
+@pytest.mark.parametrize("header", ["Authorization", "X-Conversation-Id"])
+def test_headers_that_differ_in_bytes_that_are_no_text_are_of_other_clients(header: str) -> None:
+    def key(value: bytes) -> bytes | None:
+        headers = {header: value.decode(errors="surrogateescape")}  # as aiohttp reads them
+        return _own_key(Request(CHAT, Body(b'{"messages": [{"content": "a"}]}'), headers, 0.0, ""))
+
+    assert None is not key(b"x\xfe") != key(b"x\xff")
