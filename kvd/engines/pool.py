@@ -1,4 +1,4 @@
-"""A pool as an engine gets it: attached, and as the tensor in which the engine's cache lies."""
+"""A pool as an engine gets it: attached, and as the tensor in which the engine's cache lies; its daemon, in the log."""
 
 import logging
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+from kvd.client import DaemonError, Disconnected, Reattached
 from kvd.client.session import Session
 from kvd.errors import ErrorCode, Unavailable, refusal
 from kvd.layout import CacheSpec
@@ -55,3 +56,14 @@ def pool_tensor(client: Session) -> torch.Tensor:
     else:
         tensor = torch.frombuffer(client.pool, dtype=torch.int8)
     return tensor.zero_() if client.kept else tensor
+
+
+def log_session(event: Disconnected | Reattached | DaemonError, name: str) -> None:
+    """Logs what has become of the session in which the pool is attached under `name`."""
+    match event:
+        case Disconnected(code, text):
+            logger.warning("the daemon of %s is away (%s): %s", name, code, text)
+        case Reattached(_, same):
+            logger.warning("the daemon of %s is back%s", name, "" if same else ", started anew")
+        case DaemonError(code, text):
+            logger.error("the daemon of %s: %s: %s", name, code, text)

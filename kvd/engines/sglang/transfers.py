@@ -18,7 +18,7 @@ import zmq.asyncio
 from kvd.client import AsyncWorker, DaemonError, Disconnected, Reattached
 from kvd.client.events import Event
 from kvd.engines.kernels import Event as Kernels
-from kvd.engines.pool import attach, pool_tensor
+from kvd.engines.pool import attach, log_session, pool_tensor
 from kvd.engines.sglang import messages
 from kvd.engines.sglang.settings import Settings
 from kvd.errors import BadRequest, ErrorCode, KvdError
@@ -113,7 +113,8 @@ class Transfers:
     async def _events(self, half: Half) -> None:
         while True:
             for event in await self.client.wait(_WAIT_SECONDS):
-                self._log(event)
+                if isinstance(event, Disconnected | Reattached | DaemonError):
+                    log_session(event, self._name)
                 half.on_event(event)
 
     async def _messages(self, half: Half, control: zmq.Socket[bytes]) -> None:
@@ -129,17 +130,6 @@ class Transfers:
                     logger.warning("%d messages to this engine could not be read, the last: %s", unreadable, error.text)
                 continue
             half.told(message)
-
-    def _log(self, event: Event) -> None:
-        match event:
-            case Disconnected(code, text):
-                logger.warning("the daemon of %s is away (%s): %s", self._name, code, text)
-            case Reattached(_, same):
-                logger.warning("the daemon of %s is back%s", self._name, "" if same else ", started anew")
-            case DaemonError(code, text):
-                logger.error("the daemon of %s: %s: %s", self._name, code, text)
-            case _:
-                pass
 
 
 def _log_end(task: "asyncio.Task[None]") -> None:

@@ -20,18 +20,16 @@ from typing import Any
 
 from kvd.client import (
     Cancelled,
-    DaemonError,
-    Disconnected,
     Done,
     Failed,
     Freed,
     NotExtended,
     Offered,
     OfferRefused,
-    Reattached,
     Released,
 )
 from kvd.engines.kernels import Kernels
+from kvd.engines.pool import log_session
 from kvd.engines.vllm.growing.worker import GrowingOffers
 from kvd.engines.vllm.metadata import (
     HoldOrder,
@@ -271,7 +269,7 @@ class WorkerSide:
                 case Offered() | Cancelled():
                     pass
                 case _:
-                    self._log(event)
+                    log_session(event, self._name)
 
     def _pull_ended(self, event: Done | Failed | Cancelled | Freed) -> None:
         match event:
@@ -284,15 +282,6 @@ class WorkerSide:
                 self._ended(pull, quarantined=quarantined)
             case Freed(pull):
                 self._ended(pull, quarantined=False)
-
-    def _log(self, event: Disconnected | Reattached | DaemonError) -> None:
-        match event:
-            case Disconnected(code, text):
-                logger.warning("the daemon of %s is away (%s): %s", self._name, code, text)
-            case Reattached(_, same):
-                logger.warning("the daemon of %s is back%s", self._name, "" if same else ", started anew")
-            case DaemonError(code, text):
-                logger.error("the daemon of %s: %s: %s", self._name, code, text)
 
     def _hold_ended(self, hold: str, code: str, text: str) -> None:
         order, sent_at = self._holds.pop(hold, (None, 0.0))
