@@ -16,13 +16,14 @@ from functools import partial
 from http import HTTPStatus
 
 from kvd.router import limits
+from kvd.router.answer import Answer, ServerFailed, Whole
 from kvd.router.attempts import Attempts
 from kvd.router.body import Request, new_room
 from kvd.router.engines import Prefilled
 from kvd.router.metrics import Metrics
 from kvd.router.servers import Server, Servers
 from kvd.router.shares import Shares
-from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
+from kvd.router.upstream import Sent, Upstream
 
 logger = logging.getLogger(__name__)
 

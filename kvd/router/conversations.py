@@ -26,12 +26,13 @@ import msgspec
 from multidict import CIMultiDict
 
 from kvd.router import limits
+from kvd.router.answer import ServerFailed
 from kvd.router.body import NULL, Request, knows_turns, seconds_of
 from kvd.router.engines import Engine, Prefilled
 from kvd.router.legs import read
 from kvd.router.metrics import Metrics, Turn
 from kvd.router.servers import Server
-from kvd.router.upstream import Sent, ServerFailed, Upstream
+from kvd.router.upstream import Sent, Upstream
 
 logger = logging.getLogger(__name__)
 

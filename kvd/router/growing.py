@@ -13,10 +13,10 @@ from typing import Any, Final
 import msgspec
 
 from kvd.router import limits
+from kvd.router.answer import Whole
 from kvd.router.body import Request, decode
 from kvd.router.engines import Prefilled
 from kvd.router.servers import Server
-from kvd.router.upstream import Whole
 
 _RANDOM_BYTES: Final = 24
 """Nobody guesses the text, and no two are alike."""

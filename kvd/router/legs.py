@@ -10,10 +10,11 @@ import msgspec
 
 from kvd.errors import ErrorCode
 from kvd.router import limits
+from kvd.router.answer import ServerFailed, Whole
 from kvd.router.body import Request, new_room
 from kvd.router.engines import Engine, Prefilled, prefilled_of
 from kvd.router.servers import Server, Servers
-from kvd.router.upstream import Sent, ServerFailed, Upstream, Whole
+from kvd.router.upstream import Sent, Upstream
 
 
 def told(answer: bytes, decode: Servers) -> Prefilled | None:

@@ -15,6 +15,7 @@ import msgspec
 from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.router import limits
 from kvd.router.affinity import Affinity, Pair
+from kvd.router.answer import Answer, ServerFailed, Whole
 from kvd.router.attempts import Attempts
 from kvd.router.body import Request, new_room
 from kvd.router.cleanup import Cleanup
@@ -26,7 +27,7 @@ from kvd.router.legs import Meeting, told
 from kvd.router.metrics import Metrics
 from kvd.router.reply import ClientGone, Reply
 from kvd.router.servers import Server, Servers, ask, rest, served, unknown
-from kvd.router.upstream import Answer, Sent, ServerFailed, Upstream, Whole
+from kvd.router.upstream import Sent, Upstream
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 
 from kvd.router import limits
+from kvd.router.answer import Whole
 from kvd.router.engines import place
 from kvd.router.growing import Early
-from kvd.router.upstream import Whole
 from tests.router.scripted import (
     BODY,
     DONE,

@@ -12,10 +12,11 @@ import pytest
 from aiohttp import web
 
 from kvd.router import limits
+from kvd.router.answer import ServerFailed
 from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
 from kvd.router.servers import Servers, rest
-from kvd.router.upstream import ServerFailed, Timeouts, Upstream
+from kvd.router.upstream import Timeouts, Upstream
 from tests.router.scripted import (
     BODY,
     DONE,

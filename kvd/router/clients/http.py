@@ -12,6 +12,7 @@ from kvd.errors import BadRequest, ErrorCode, KvdError, refusal
 from kvd.exposition import Exposition
 from kvd.limits import MAX_NAME_BYTES
 from kvd.router import limits
+from kvd.router.answer import ServerFailed
 from kvd.router.clients.completions import Completions
 from kvd.router.clients.connections import Connection, Connections
 from kvd.router.clients.headers import passed_on
@@ -21,7 +22,7 @@ from kvd.router.metrics import Metrics
 from kvd.router.reply import error_answer
 from kvd.router.route import Router
 from kvd.router.servers import Server, Servers
-from kvd.router.upstream import ServerFailed, Timeouts, Upstream
+from kvd.router.upstream import Timeouts, Upstream
 
 _PATHS = "POST /v1/completions, /v1/chat/completions; GET /v1/models, /metrics, /healthz, /readyz, /health"
 
