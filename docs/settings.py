@@ -46,7 +46,7 @@ def _text(field: FieldInfo) -> str:
 
 def _range(field: FieldInfo) -> str:
     bounds = [getattr(bound, end) for end in ("ge", "le") for bound in field.metadata if hasattr(bound, end)]
-    return " From {:g} to {:g}.".format(*bounds) if bounds else ""
+    return " From {:.10g} to {:.10g}.".format(*bounds) if bounds else ""
 
 
 def page() -> str:

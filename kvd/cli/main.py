@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except ModuleNotFoundError as error:
         extra = command if command in {"demo", "router"} else "daemon"
-        print(f"kvd {command}: {error.name} is not installed: pip install 'kvd[{extra}]'", file=sys.stderr)
+        fix = f"pip install '.[{extra}]' in a clone of kvd"
+        print(f"kvd {command}: {error.name} is not installed: {fix}", file=sys.stderr)
         return 2
     return status
 

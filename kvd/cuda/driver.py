@@ -100,7 +100,7 @@ def api() -> ModuleType:
     try:
         from cuda.bindings import driver  # noqa: PLC0415 - takes 80 ms and is an extra
     except ImportError as error:
-        text = f"CUDA pools need cuda-bindings, which is not installed ({error}); pip install 'kvd[cuda]'"
+        text = f"pools on a GPU need cuda-bindings ({error}); pip install '.[cuda]' in a clone of kvd"
         raise refusal(ErrorCode.NO_DEVICE, text) from error
     try:
         (result,) = driver.cuInit(0)

@@ -210,6 +210,6 @@ def _open_traces(config: Config) -> "Traces | None":
     try:
         from kvd.daemon.tracing import exporting  # noqa: PLC0415  # OpenTelemetry is an extra
     except ImportError as error:
-        text = f"traces is set, but OpenTelemetry is not installed ({error}); pip install 'kvd[otel]'"
+        text = f"traces is set, but OpenTelemetry is not installed ({error}); pip install '.[otel]' in a clone of kvd"
         raise refusal(ErrorCode.BAD_CONFIG, text) from error
     return exporting(config.name)

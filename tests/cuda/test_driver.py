@@ -25,7 +25,7 @@ def fresh():
 @pytest.mark.usefixtures("fresh")
 def test_without_cuda_bindings_the_extra_to_install_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(Unavailable, match=r"pip install 'kvd\[cuda\]'") as caught:
+    with pytest.raises(Unavailable, match=r"pip install '\.\[cuda\]'") as caught:
         driver.call("cuDeviceGetCount")
     assert caught.value.code is ErrorCode.NO_DEVICE
 
