@@ -18,7 +18,7 @@ SGLANG_BIN  := $(SGLANG_VENV)/bin
 
 .PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang demo-across quick quick-plans quick-actors test \
   test-whole test-bytes test-served test-rest test-vllm test-sglang test-all test-together \
-  test-together-pure test-together-real test-alone test-vllm-all test-sglang-all test-across test-deploy gpu-check gpu-wheels \
+  test-together-pure test-together-real test-together-hosts test-alone test-vllm-all test-sglang-all test-across test-deploy gpu-check gpu-wheels \
   check lock clean
 
 setup: $(VENV)/installed
@@ -123,16 +123,21 @@ test-sglang: setup-sglang
 # (.ci/tools installs them); tests are skipped if one is missing. Leave the machine alone meanwhile: some are timed.
 test-all: test-together test-alone
 
-# Three at a time keep two cores busy: real servers and daemons wait a good part of their time.
+# Four at a time keep two cores busy: real servers and daemons wait a good part of their time.
 test-together: setup setup-vllm setup-sglang
-	@$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target test-together-pure test-together-real \
-	  test-vllm-all test-sglang-all test-across
+	@$(MAKE) --no-print-directory --jobs=4 --keep-going --output-sync=target test-vllm-all test-together-real \
+	  test-together-hosts test-together-pure test-sglang-all test-across
 
 test-together-pure: setup
 	$(BIN)/python -m pytest -m "not alone and not real"
 
+# Several hosts, and what systemd, Kubernetes and Prometheus run.
+HOSTS := tests/hosts tests/deploy
 test-together-real: setup
-	$(BIN)/python -m pytest -m "not alone and real"
+	$(BIN)/python -m pytest -m "not alone and real" $(addprefix --ignore=,$(HOSTS))
+
+test-together-hosts: setup
+	$(BIN)/python -m pytest -m "not alone and real" $(HOSTS)
 
 test-alone: setup
 	$(BIN)/python -m pytest -m alone
