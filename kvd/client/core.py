@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterable
 
-from kvd.client.events import Blocks, DaemonError, Disconnected, Event, NotExtended, Reattached, spans
+from kvd.client.events import Blocks, DaemonError, Disconnected, Event, NotExtended, Reattached, listed, name_of, spans
 from kvd.client.requests.calls import Calls, Kind
 from kvd.client.requests.inbox import Inbox
 from kvd.client.requests.offers import Offers
 from kvd.client.requests.pulls import Pulls
 from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.protocol import codec
+from kvd.protocol import ticket as tickets
 from kvd.protocol import worker as wire
 from kvd.protocol.ticket import Ticket, TicketRank, growing
 
@@ -27,13 +28,17 @@ class Core:
         self._cancelled: list[str] = []
         """Requests whose cancel may have been lost with the last session."""
         self._events: list[Event] = []
+        self._untold: set[str] = set()
+        """What the events are about: none of these names is free yet."""
+        self._awaited: dict[str, list[Event]] = {}
+        """Offers whose answer a caller waits for, and what has come of them."""
         self._frames: list[bytes] = []
         self._inbox = Inbox()
         self._unknown: list[tuple[int, str]] = []
         """Requests that the daemon does not know, each with the notification before which their last one comes."""
         self._reports: dict[int, bytes | KvdError] = {}
-        self._stranger = ""
-        """What was last said of a stranger in the daemon's place."""
+        self._refusal = ""
+        """What was last said of an attach that was refused."""
 
     @property
     def attached(self) -> wire.Attached:
@@ -41,6 +46,11 @@ class Core:
         if self._attached is None:
             raise refusal(ErrorCode.NOT_ATTACHED, "the worker is not attached")
         return self._attached
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether an offer or a pull is open."""
+        return bool(self._offers or self._pulls)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -87,7 +97,7 @@ class Core:
     ) -> bytes:
         """The frame of a pull that has to end `timeout` seconds from `now`."""
         self._check_new(request)
-        kept = tuple(blocks)
+        kept = listed(blocks)
         call = self._calls.draw()
         frame = _checked(wire.Pull(call, request, ticket, spans(kept), timeout, traceparent, consumer, hold))
         self._calls.begin(call, Kind.PULL, request)
@@ -101,10 +111,19 @@ class Core:
             raise refusal(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer of this worker is called {request!r}")
         return self._cancel(request, Kind.CANCEL)
 
-    def abandon(self, offer: str) -> None:
-        """Withdraws an offer whose answer nobody waits for any more; its end comes as an event."""
+    def await_answer(self, offer: str) -> None:
+        """A caller waits for the answer to the offer made last: it is no event for others."""
+        self._awaited[offer] = []
+
+    def end_await(self, offer: str, *, answered: bool) -> None:
+        """Nobody waits for it any more. If it was not `answered`, it is withdrawn; its end comes as an event."""
+        self._tell(self._awaited.pop(offer))
+        if answered or offer not in self._offers:
+            return
         if self._connected:
             self._frames.append(self._cancel(offer, Kind.SETTLE))
+        else:
+            self._cancelled.append(offer)
 
     def status(self) -> tuple[int, bytes]:
         """A frame that requests a status, and the call to give to `status_answer`."""
@@ -116,7 +135,7 @@ class Core:
         """Makes a ticket for this offer without asking the daemon."""
         attached = self.attached
         rank = TicketRank(attached.daemon, attached.address, attached.incarnation, self._name, offer, 0, secret)
-        return Ticket(tokens, (rank,), (spans(blocks),)).encode()
+        return tickets.checked(Ticket(tokens, (rank,), (spans(blocks),)))
 
     def growing_ticket(self, offer: str, secret: bytes) -> str:
         """Makes a ticket for this offer, which grows."""
@@ -160,7 +179,7 @@ class Core:
     def on_attached(self, attached: wire.Attached) -> None:
         """The daemon lent the pool, for the first time or again."""
         before = self._attached
-        self._attached, self._connected, self._stranger = attached, True, ""
+        self._attached, self._connected, self._refusal = attached, True, ""
         if before is None:
             return
         same = (before.incarnation, before.tenancy) == (attached.incarnation, attached.tenancy)
@@ -170,7 +189,7 @@ class Core:
         again = [request for request in self._cancelled if request in self._offers or request in self._pulls]
         for request in dict.fromkeys((*self._offers.unanswered(), *self._pulls.overdue(), *again)):
             self._frames.append(self._cancel(request, Kind.SETTLE))
-        self._events.append(Reattached(attached.incarnation, same))
+        self._tell([Reattached(attached.incarnation, same)])
 
     def on_disconnected(self, error: KvdError) -> None:
         """The session ended; requests stay open: see `kvd.client.requests.pulls`."""
@@ -185,18 +204,18 @@ class Core:
         for call, (kind, _) in lost.items():
             if kind is Kind.STATUS:
                 self._reports[call] = refusal(ErrorCode.DAEMON_LOST, error.text)
-        self._events.append(Disconnected(error.code, error.text))
+        self._tell([Disconnected(error.code, error.text)])
 
-    def on_stranger(self, error: KvdError) -> None:
-        """Somebody else listens in the daemon's place; says so once."""
-        if self._stranger != error.text:
-            self._stranger = error.text
-            self._events.append(Disconnected(error.code, error.text))
+    def on_refused(self, error: KvdError) -> None:
+        """The daemon refuses to attach this worker again, or somebody else listens in its place; says so once."""
+        if self._refusal != error.text:
+            self._refusal = error.text
+            self._tell([Disconnected(error.code, error.text)])
 
     def on_daemon_gone(self) -> None:
         """The daemon's process has ended: ends every request."""
-        self._events += self._pulls.daemon_gone()
-        self._events += self._offers.daemon_gone()
+        self._tell(self._pulls.daemon_gone())
+        self._tell(self._offers.daemon_gone())
 
     def on_frame(self, frame: bytes, now: float) -> None:
         """A frame of the daemon.
@@ -211,7 +230,7 @@ class Core:
             case wire.Offered(call, ticket):
                 kind, request = self._calls.answered(call)
                 if kind is Kind.OFFER:
-                    self._events += self._offers.offered(request, ticket)
+                    self._tell(self._offers.offered(request, ticket))
             case wire.Extended(call):
                 self._calls.ended(call)
             case wire.Error() as error:
@@ -226,7 +245,7 @@ class Core:
         if now < self._pulls.next_expiry:
             return
         for event in self._pulls.expire(now):
-            self._events.append(event)
+            self._tell([event])
             if self._connected:
                 self._frames.append(self._cancel(event.request, Kind.SETTLE))
 
@@ -245,14 +264,13 @@ class Core:
         """The events since the last call, which count as delivered from now on."""
         self._inbox.hand_out()  # notifications without an event, too
         events, self._events = self._events, []
+        self._untold.clear()
         return events
 
-    def take_offer(self, offer: str) -> Event | None:
-        """Takes the answer to one offer out of the waiting events, for a caller that waits for it."""
-        for position, event in enumerate(self._events):
-            if getattr(event, "offer", None) == offer and not isinstance(event, NotExtended):
-                return self._events.pop(position)
-        return None
+    def take_answer(self, offer: str) -> Event | None:
+        """The answer to an offer that is awaited, once it is there."""
+        come = self._awaited[offer]
+        return come.pop(0) if come else None
 
     def take_frames(self, now: float) -> list[bytes]:
         """The core's own frames: an acknowledgement, and queries about requests that seem lost."""
@@ -270,17 +288,29 @@ class Core:
         if not self._connected:
             raise refusal(ErrorCode.DAEMON_LOST, "the daemon cannot be reached; poll() until `Reattached`")
 
+    def _tell(self, events: Iterable[Event]) -> None:
+        for event in events:
+            name = name_of(event)
+            if name in self._awaited and not isinstance(event, NotExtended):
+                self._awaited[name].append(event)
+            else:
+                self._events.append(event)
+                self._untold.add(name)
+
     def _check_new(self, request: str) -> None:
         self._check_connected()
         if request in self._pulls or request in self._offers:
-            raise refusal(
-                ErrorCode.DUPLICATE_REQUEST, f"{request!r} names an open pull or offer of this worker; use a new name"
-            )
+            text = f"{request!r} names an open pull or offer of this worker; use a new name"
+            raise refusal(ErrorCode.DUPLICATE_REQUEST, text)
+        if request in self._untold:  # its events would be taken for those of the next one
+            text = f"{request!r} names a pull or offer of which poll() has more to tell; poll first, or use a new name"
+            raise refusal(ErrorCode.DUPLICATE_REQUEST, text)
 
     def _forget(self, request: str) -> None:
-        """Drops the calls of a request that has ended."""
+        """Drops the calls of a request that has ended, and what the daemon does not know of it."""
         if request not in self._pulls and request not in self._offers:
             self._calls.forget(request)
+            self._unknown = [(upcoming, name) for upcoming, name in self._unknown if name != request]
 
     def _cancel(self, request: str, kind: Kind) -> bytes:
         return codec.encode(wire.Cancel(self._calls.begin(self._calls.draw(), kind, request), request))
@@ -288,10 +318,10 @@ class Core:
     def _notified(self, batch: wire.Notifications, now: float) -> None:
         for item in self._inbox.take(batch, now):
             if isinstance(item, wire.Released):
-                self._events += self._offers.released(item.offer, item.reason)
+                self._tell(self._offers.released(item.offer, item.reason))
                 self._forget(item.offer)
             else:
-                self._events += self._pulls.notified(item)
+                self._tell(self._pulls.notified(item))
                 self._forget(item.request)
         self._end_unknown()
 
@@ -300,13 +330,13 @@ class Core:
         match kind:
             case None:
                 if error.call == 0:
-                    self._events.append(DaemonError(error.code, error.text))
+                    self._tell([DaemonError(error.code, error.text)])
             case Kind.OFFER:
-                self._events += self._offers.refused(request, error.code, error.text)
+                self._tell(self._offers.refused(request, error.code, error.text))
             case Kind.EXTEND:
-                self._events += self._offers.not_extended(request, error.code, error.text)
+                self._tell(self._offers.not_extended(request, error.code, error.text))
             case Kind.PULL:
-                self._events += self._pulls.refused(request, error.code, error.text)
+                self._tell(self._pulls.refused(request, error.code, error.text))
             case Kind.SETTLE:
                 if error.upcoming:
                     self._unknown.append((error.upcoming, request))
@@ -325,8 +355,8 @@ class Core:
         ended = [request for upcoming, request in self._unknown if upcoming <= self._inbox.expected]
         self._unknown = [(upcoming, request) for upcoming, request in self._unknown if upcoming > self._inbox.expected]
         for request in ended:
-            self._events += self._offers.unknown(request)
-            self._events += self._pulls.unknown(request)
+            self._tell(self._offers.unknown(request))
+            self._tell(self._pulls.unknown(request))
             self._forget(request)
 
 

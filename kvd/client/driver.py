@@ -112,7 +112,7 @@ class Driver:
 
     def next_timer(self) -> float:
         """When `step` has something to do although nothing is readable, on the clock of `time.monotonic`."""
-        retry = self._retry_at if self._connection.phase is Phase.DOWN and self.failed is None else float("inf")
+        retry = self._retry_at if self._connection.phase is Phase.DOWN and self._looks_for_daemon else float("inf")
         return min(max(self.core.next_timer, self._looks_until), retry)
 
     def no_answer(self, timeout: float) -> KvdError:
@@ -136,8 +136,8 @@ class Driver:
 
     def check(self) -> None:
         """Raises the reason why the daemon no longer accepts this worker, if there is one."""
-        if self.failed is not None:
-            raise self.failed
+        if self.failed is not None:  # a new error each time: what is raised keeps its callers' frames
+            raise refusal(self.failed.code, self.failed.text)
 
     def step(self, now: float) -> None:
         """Does all that can be done now without waiting."""
@@ -149,7 +149,7 @@ class Driver:
             self._connection.flush()
             if self._poller.poll(0):
                 self._receive_session(now)
-        elif now >= self._retry_at and self.failed is None:
+        elif now >= self._retry_at and self._looks_for_daemon:
             self._retry(now)
         self._look(now)
         if self._looked >= self.core.next_timer:
@@ -168,6 +168,15 @@ class Driver:
             seconds = min(seconds, FIRST_RETRY_SECONDS)
         if seconds > 0:
             self._poller.poll(min(seconds, 3600.0) * 1000)
+
+    def end_await(self, offer: str, *, answered: bool) -> None:
+        """Nobody waits for the answer to an offer any more; one without is withdrawn now."""
+        self.core.end_await(offer, answered=answered)
+        if self._closed:
+            return
+        if self.connected:
+            self._send_frames(time.monotonic())
+        self.on_request()  # events of it may be left, for others
 
     def detach(self) -> None:
         """Asks the daemon to take the pool back; `detached` says when it has.
@@ -195,6 +204,11 @@ class Driver:
         self.failed = refusal(ErrorCode.WRONG_STATE, "the worker is closed")
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _looks_for_daemon(self) -> bool:
+        """Whether it attaches again, or, if it may not, waits for the daemon's end, with which its requests end."""
+        return not self._closed and (self.failed is None or self.core.has_requests)
 
     def _look(self, now: float) -> None:
         """After a standstill of this process or its engine, what came in time may wait in a socket: it gets a moment.
@@ -242,6 +256,7 @@ class Driver:
             # On the first attach this is final; later, a daemon that sends garbage may be replaced.
             if error.code is not ErrorCode.BAD_MESSAGE or self.pool is None:
                 self.failed = error
+                self.core.on_refused(error)
             self._drop(error, now)
 
     def _attached(self, attached: Attached, descriptor: int, process: int, now: float) -> None:
@@ -293,6 +308,14 @@ class Driver:
         self._back_off(now)
 
     def _retry(self, now: float) -> None:
+        if self.failed is None:
+            self._connect(now)
+        else:
+            self._back_off(now)
+        if self._connection.daemon_exited():
+            self.core.on_daemon_gone()
+
+    def _connect(self, now: float) -> None:
         kept = None if self.pool is None else self.pool.descriptor
         try:
             self._connection.open(self._attach, kept)
@@ -302,10 +325,8 @@ class Driver:
             self._not_connected(refusal(ErrorCode.DAEMON_LOST, text), now)
         except KvdError as error:
             if error.code is ErrorCode.NOT_PERMITTED:
-                self.core.on_stranger(error)
+                self.core.on_refused(error)
             self._not_connected(error, now)
-        if self._connection.daemon_exited():
-            self.core.on_daemon_gone()
 
     def _not_connected(self, error: KvdError, now: float) -> None:
         if self._connection.phase is not Phase.DOWN:

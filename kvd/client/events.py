@@ -28,19 +28,35 @@ def spans(blocks: Iterable[Blocks]) -> tuple[Span, ...]:
     """Encodes `blocks` for a message.
 
     Raises:
-        BadRequest: `BAD_BLOCKS`, an id is not an unsigned 32-bit integer, or the bytes are not whole ids.
+        BadRequest: `BAD_BLOCKS`, an item is not `Blocks`, an id is not an unsigned 32-bit integer, or the bytes are not
+            whole ids.
 
     """
-    return tuple(Span(part.group, part.first, _packed(part)) for part in blocks)
+    return tuple(Span(part.group, part.first, _packed(part)) for part in listed(blocks))
+
+
+def listed(blocks: Iterable[Blocks]) -> tuple[Blocks, ...]:
+    """What a caller gave as blocks.
+
+    Raises:
+        BadRequest: `BAD_BLOCKS`, it is something else.
+
+    """
+    parts = tuple(blocks) if isinstance(blocks, Iterable) else (blocks,)
+    for part in parts:
+        if not isinstance(part, Blocks):
+            raise refusal(ErrorCode.BAD_BLOCKS, f"{part!r} is given as blocks; name them as Blocks(group, first, ids)")
+    return parts
 
 
 def _packed(blocks: Blocks) -> bytes:
-    if isinstance(blocks.ids, bytes):
-        if len(blocks.ids) % 4:
+    if isinstance(blocks.ids, bytes | bytearray | memoryview):  # whose items would be taken for ids
+        packed = bytes(blocks.ids)
+        if len(packed) % 4:
             raise refusal(
-                ErrorCode.BAD_BLOCKS, f"group {blocks.group}: {len(blocks.ids)} bytes of block ids are not whole u32s"
+                ErrorCode.BAD_BLOCKS, f"group {blocks.group}: {len(packed)} bytes of block ids are not whole u32s"
             )
-        return blocks.ids
+        return packed
     try:
         return struct.pack(f"<{len(blocks.ids)}I", *blocks.ids)
     except (struct.error, TypeError) as error:
@@ -124,7 +140,10 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The daemon cannot be reached; the client attaches again by itself. For logs: requests end separately."""
+    """The daemon cannot be reached, or refuses this worker. For logs: requests end separately.
+
+    The client goes on trying to attach, unless the refusal is for good: then each request raises it.
+    """
 
     code: str
     text: str
@@ -159,3 +178,14 @@ Event = (
     | Reattached
     | DaemonError
 )
+
+
+def name_of(event: Event) -> str:
+    """The name of the offer or pull that `event` is about; empty for none."""
+    match event:
+        case Offered(name) | OfferRefused(name) | NotExtended(name) | Released(name):
+            return name
+        case Done(name) | Failed(name) | Cancelled(name) | Freed(name):
+            return name
+        case _:
+            return ""

@@ -136,8 +136,9 @@ class Session:
         that of the ticket, if one was made already.
 
         Raises:
-            BadRequest: `DUPLICATE_REQUEST`, an open request has this name; `BAD_BLOCKS` or `BAD_MESSAGE`, a value
-                cannot be sent; or the reason why the daemon no longer accepts this worker.
+            BadRequest: `DUPLICATE_REQUEST`, an open request has this name, or one whose end was not told yet;
+                `BAD_BLOCKS` or `BAD_MESSAGE`, a value cannot be sent; or the reason why the daemon no longer accepts
+                this worker.
             Unavailable: `DAEMON_LOST`, not connected; `OVERLOADED`, the queue to the daemon is full.
 
         """
@@ -208,7 +209,8 @@ class Session:
         session lasts. For a request that queues: hold its offer, pull when it has blocks, then cancel the hold.
 
         Raises:
-            BadRequest: `DUPLICATE_REQUEST`, an open request has this name, or one whose blocks are in quarantine;
+            BadRequest: `DUPLICATE_REQUEST`, an open request has this name, one whose blocks are in quarantine, or one
+                whose end was not told yet;
                 `BAD_BLOCKS` or `BAD_MESSAGE`, a value cannot be sent; or the reason why the daemon no longer accepts
                 this worker.
             Unavailable: `DAEMON_LOST`, not connected; `OVERLOADED`, the queue to the daemon is full.

@@ -38,12 +38,23 @@ class WaitingSession(Session):
         """The ticket of the offer that `request` makes."""
         until = self._deadline(timeout)
         request()
-        ticket = yield from self._until(lambda: self._take_offer(offer), until)
-        if ticket is None:
-            self._driver.core.abandon(offer)
-            text = f"no answer to the offer {offer!r} within {timeout} s; it is withdrawn, and its end comes by poll()"
-            raise refusal(ErrorCode.DEADLINE, text)
-        return ticket
+        self._driver.core.await_answer(offer)
+        answer = None
+        try:
+            answer = yield from self._until(lambda: self._take_answer(offer), until)
+        finally:  # also of a call that is cancelled: nobody would know that its offer stands
+            self._driver.end_await(offer, answered=answer is not None)
+        match answer:
+            case Offered(_, ticket):
+                return ticket
+            case OfferRefused(_, code, text):
+                raise error_from_code(code, text)
+            case Released(_, reason):
+                text = f"the daemon's answer was lost, and the offer {offer!r} has ended ({reason}); make it again"
+                raise refusal(ErrorCode.DAEMON_LOST, f"{text} under another name")
+            case _:
+                text = f"no answer to the offer {offer!r} within {timeout} s; it is withdrawn, and poll() tells its end"
+                raise refusal(ErrorCode.DEADLINE, text)
 
     def _asking_status(self, timeout: float) -> Waits[dict[str, Any]]:
         until = self._deadline(timeout)
@@ -79,8 +90,8 @@ class WaitingSession(Session):
             BadRequest: `BAD_MESSAGE`, it is not a number, which no time ever reaches.
 
         """
-        if math.isnan(timeout):
-            raise refusal(ErrorCode.BAD_MESSAGE, "the timeout is not a number (NaN); give it in seconds")
+        if not isinstance(timeout, int | float) or math.isnan(timeout):
+            raise refusal(ErrorCode.BAD_MESSAGE, f"the timeout ({timeout!r}) is not a number; give it in seconds")
         return time.monotonic() + timeout
 
     def _until(self, take: Callable[[], T | None], until: float) -> Waits[T | None]:
@@ -98,19 +109,9 @@ class WaitingSession(Session):
         self._driver.check()
         return self._driver.connected or None
 
-    def _take_offer(self, offer: str) -> str | None:
-        """The ticket, once it has arrived; raises the daemon's refusal."""
+    def _take_answer(self, offer: str) -> Event | None:
         self._driver.check()
-        match self._driver.core.take_offer(offer):
-            case Offered(_, ticket):
-                return ticket
-            case OfferRefused(_, code, text):
-                raise error_from_code(code, text)
-            case Released(_, reason):
-                text = f"the daemon's answer was lost, and the offer {offer!r} has ended ({reason}); make it again"
-                raise refusal(ErrorCode.DAEMON_LOST, f"{text} under another name")
-            case _:
-                return None
+        return self._driver.core.take_answer(offer)
 
     def _take_detached(self) -> bool | None:
         if self._driver.detached:

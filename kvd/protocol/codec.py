@@ -19,12 +19,13 @@ def encode(message: Message) -> bytes:
     """A message as one frame.
 
     Raises:
-        BadRequest: `BAD_MESSAGE`, a text in it is not Unicode, as a lone surrogate, or a number has more than 64 bits.
+        BadRequest: `BAD_MESSAGE`, a text in it is not Unicode, as a lone surrogate, a number has more than 64 bits, or
+            a value is of another type, as numpy's.
 
     """
     try:
         return _encoder.encode(message)
-    except (UnicodeEncodeError, OverflowError) as error:
+    except (UnicodeEncodeError, OverflowError, TypeError) as error:
         raise refusal(ErrorCode.BAD_MESSAGE, f"no message: {error}") from error
 
 

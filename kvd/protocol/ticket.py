@@ -64,12 +64,13 @@ class Ticket(Message, frozen=True):
         """The ticket as text.
 
         Raises:
-            BadRequest: `BAD_TICKET`, a name in it is not Unicode, or a number has more than 64 bits.
+            BadRequest: `BAD_TICKET`, a name in it is not Unicode, a number has more than 64 bits, or a value is of
+                another type.
 
         """
         try:
             packed = _encoder.encode(self)
-        except (UnicodeEncodeError, OverflowError) as error:
+        except (UnicodeEncodeError, OverflowError, TypeError) as error:
             raise refusal(ErrorCode.BAD_TICKET, f"no ticket: {error}") from error
         return _PREFIX + base64.urlsafe_b64encode(packed).decode().rstrip("=")
 
@@ -149,7 +150,17 @@ def growing(*, daemon: str, address: str, pool: str, offer: str, secret: bytes, 
         BadRequest: `BAD_TICKET`, a value does not fit.
 
     """
-    text = Ticket(0, (TicketRank(daemon, address, incarnation, pool, offer, 0, secret),), ((),), grows=True).encode()
+    return checked(Ticket(0, (TicketRank(daemon, address, incarnation, pool, offer, 0, secret),), ((),), grows=True))
+
+
+def checked(ticket: Ticket) -> str:
+    """The text of a ticket, which others can read.
+
+    Raises:
+        BadRequest: `BAD_TICKET`, a value does not fit.
+
+    """
+    text = ticket.encode()
     decode(text)
     return text
 

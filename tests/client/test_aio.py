@@ -230,3 +230,72 @@ async def test_closing_ends_whoever_waits(worker: AsyncWorker) -> None:
     worker.close()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def answered(daemon: ScriptedDaemon, worker: AsyncWorker, script: Script, offer: str) -> str:
+    """The ticket of an offer that the daemon accepts at once."""
+    offering = asyncio.create_task(worker.offer(offer, tokens=1, blocks=BLOCKS, ttl=60.0, timeout=MOMENT))
+    await script(lambda: daemon.send(wire.Offered(daemon.expect(wire.Offer).call, "the ticket")))
+    return await offering
+
+
+async def test_answers_to_offers_are_not_taken_by_tasks_that_wait_for_events(
+    daemon: ScriptedDaemon, worker: AsyncWorker, script: Script
+) -> None:
+    waiting = asyncio.create_task(worker.wait(3 * MOMENT))
+    for number in range(20):  # who of those that wait is first woken is chance
+        assert await answered(daemon, worker, script, f"offer-{number}") == "the ticket"
+    daemon.notify(1, wire.Released("offer-3", "read"))
+    async with asyncio.timeout(MOMENT):
+        assert await waiting == [Released("offer-3", "read")]
+
+
+async def test_what_follows_an_answer_at_once_wakes_those_who_wait_for_events(
+    daemon: ScriptedDaemon, worker: AsyncWorker, script: Script
+) -> None:
+    waiting = asyncio.create_task(worker.wait(3 * MOMENT))
+    offering = asyncio.create_task(worker.offer("o", tokens=1, blocks=BLOCKS, ttl=60.0, timeout=MOMENT))
+
+    def answer() -> None:
+        released = wire.Notifications(1, (wire.Released("o", "expired"),))
+        daemon.send(wire.Offered(daemon.expect(wire.Offer).call, "the ticket"), released)
+
+    await script(answer)
+    async with asyncio.timeout(MOMENT):
+        assert await offering == "the ticket"
+        assert await waiting == [Released("o", "expired")]
+
+
+@pytest.mark.parametrize("ends", ["by its time", "cancelled"])
+async def test_an_offer_without_an_answer_is_withdrawn_at_once_also_while_nobody_polls(
+    daemon: ScriptedDaemon, worker: AsyncWorker, script: Script, ends: str
+) -> None:
+    waiting = asyncio.create_task(worker.wait(3 * MOMENT))
+    timeout = 0.01 if ends == "by its time" else MOMENT
+    offering = asyncio.create_task(worker.offer("o", tokens=1, blocks=BLOCKS, ttl=3600.0, timeout=timeout))
+    await script(lambda: daemon.expect(wire.Offer))
+    if ends == "cancelled":
+        offering.cancel()
+    with pytest.raises(asyncio.CancelledError if ends == "cancelled" else Unavailable):
+        await offering
+    await script(lambda: daemon.expect(wire.Cancel))
+    with pytest.raises(BadRequest, match="open pull or offer"):
+        await worker.offer("o", tokens=1, blocks=BLOCKS, ttl=3600.0, timeout=MOMENT)
+    daemon.notify(1, wire.Released("o", "withdrawn"))
+    async with asyncio.timeout(MOMENT):
+        assert await waiting == [Released("o", "withdrawn")]
+    assert await answered(daemon, worker, script, "o") == "the ticket"
+
+
+async def test_the_end_of_an_offer_is_not_taken_for_the_answer_to_the_next_of_its_name(
+    daemon: ScriptedDaemon, worker: AsyncWorker, script: Script
+) -> None:
+    await answered(daemon, worker, script, "o")
+    daemon.notify(1, wire.Released("o", "expired"))
+    async with asyncio.timeout(MOMENT):
+        while "o" in worker._driver.core._offers:  # read in the background, and not told yet  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    with pytest.raises(BadRequest, match="more to tell"):
+        await worker.offer("o", tokens=1, blocks=BLOCKS, ttl=60.0, timeout=MOMENT)
+    assert worker.poll() == [Released("o", "expired")]
+    assert await answered(daemon, worker, script, "o") == "the ticket"

@@ -68,6 +68,16 @@ def worker(daemon: ScriptedDaemon) -> Iterator[Worker]:
         yield worker
 
 
+class Number:
+    """Of another type than messages take, as numpy's are."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
 def wait_for(worker: Worker, count: int) -> list[Event]:
     """Exactly the next `count` events."""
     events: list[Event] = []
@@ -343,6 +353,10 @@ class TestPulls:
             ({"blocks": [Blocks(0, 0, [-1])]}, ErrorCode.BAD_BLOCKS),
             ({"blocks": [Blocks(0, 0, [1 << 32])]}, ErrorCode.BAD_BLOCKS),
             ({"blocks": [Blocks(0, 0, b"123")]}, ErrorCode.BAD_BLOCKS),
+            ({"blocks": [Blocks(0, 0, bytearray(b"123"))]}, ErrorCode.BAD_BLOCKS),
+            ({"blocks": [(0, 0, [1])]}, ErrorCode.BAD_BLOCKS),
+            ({"blocks": None}, ErrorCode.BAD_BLOCKS),
+            ({"blocks": [Blocks(Number(0), 0, [1])]}, ErrorCode.BAD_MESSAGE),
             ({"blocks": [Blocks(0, 1 << 64, [1])]}, ErrorCode.BAD_MESSAGE),
             ({"ticket": "x" * (limits.MAX_MESSAGE_BYTES + 1)}, ErrorCode.TOO_LARGE),
             ({"ticket": "kvd1.\ud800"}, ErrorCode.BAD_MESSAGE),
@@ -382,6 +396,17 @@ class TestPulls:
         worker.offer_nowait("offer-1", tokens=1, blocks=BLOCKS, ttl=60.0)
         assert daemon.expect(wire.Offer).offer == "offer-1"
 
+    @pytest.mark.parametrize(
+        "change",
+        [{"tokens": -1}, {"tokens": "x"}, {"tokens": Number(1)}, {"secret": b"short"}, {"offer": "x" * 1000}],
+        ids=str,
+    )
+    def test_a_ticket_that_nobody_could_read_is_not_made(self, worker: Worker, change: dict[str, object]) -> None:
+        arguments = {"offer": "o", "tokens": 10, "blocks": BLOCKS, "secret": bytes(16)} | change
+        with pytest.raises(BadRequest) as caught:
+            worker.ticket(**arguments)
+        assert caught.value.code is ErrorCode.BAD_TICKET
+
     def test_a_ticket_of_a_name_that_is_not_unicode_is_refused(self, worker: Worker) -> None:
         with pytest.raises(BadRequest, match="surrogates") as caught:
             worker.ticket("\ud800", 1, BLOCKS, bytes(16))
@@ -395,6 +420,8 @@ class TestPulls:
             lambda: worker.status(timeout=math.nan),
             lambda: worker.offer("offer-1", tokens=1, blocks=BLOCKS, ttl=60.0, timeout=math.nan),
             lambda: worker.detach(timeout=math.nan),
+            lambda: worker.wait("5"),
+            lambda: worker.wait(None),
             lambda: Worker.attach(daemon.path, name="decode-1", spec=Spec(), timeout=math.nan),
         ):
             with pytest.raises(BadRequest, match="not a number"):
@@ -693,6 +720,34 @@ class TestLosingTheDaemon:
         with pytest.raises(BadRequest, match="that is no pool"):
             worker.pull("req-1", "a ticket", blocks=BLOCKS, timeout=30)
         assert len(daemon.attaches) == 2
+
+    def test_a_worker_that_is_refused_is_told_so_and_of_the_end_of_the_daemon_that_had_its_requests(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        worker.offer_nowait("offer-1", tokens=10, blocks=BLOCKS, ttl=60)
+        daemon.send(wire.Offered(daemon.expect(wire.Offer).call, "the ticket"))
+        pull(worker, daemon)
+        assert wait_for(worker, 1) == [Offered("offer-1", "the ticket")]
+        daemon.refusal = BadRequest(ErrorCode.NOT_PERMITTED, "user 1 may not attach")
+        daemon.hang_up()
+        lost, refused = wait_for(worker, 2)
+        assert isinstance(lost, Disconnected)
+        assert refused == Disconnected("not_permitted", "user 1 may not attach")
+        daemon.end_process()
+        failed, released = wait_for(worker, 2)
+        assert isinstance(failed, Failed)
+        assert (failed.code, failed.quarantined) == (ErrorCode.DAEMON_LOST, False)
+        assert released == Released("offer-1", "daemon lost")
+        assert not worker._driver._looks_for_daemon
+
+    def test_requests_of_a_worker_that_is_refused_keep_nothing_of_those_who_made_them(self, worker: Worker) -> None:
+        worker.close()
+        errors = []
+        for _ in range(2):
+            with pytest.raises(BadRequest, match="the worker is closed") as caught:
+                worker.pull("req-1", "a ticket", blocks=BLOCKS, timeout=30)
+            errors.append(caught.value)
+        assert errors[0] is not errors[1]
 
     def test_another_pool_than_before_is_not_put_under_the_engines_tensors(
         self, daemon: ScriptedDaemon, worker: Worker

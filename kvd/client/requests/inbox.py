@@ -7,6 +7,7 @@ then.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Final
 
 from kvd.protocol.worker import Notification, Notifications
@@ -38,18 +39,18 @@ class Inbox:
         """What is missing is sent again, as this is another session."""
         self._gap_since = math.inf
 
-    def take(self, batch: Notifications, now: float) -> tuple[Notification, ...]:
-        """The notifications that are new; none if one before them is missing."""
+    def take(self, batch: Notifications, now: float) -> Iterator[Notification]:
+        """The notifications that are new, each taken as it comes out; none if one before them is missing."""
         if batch.first > self.expected:
             self._gap_since = min(self._gap_since, now)
-            return ()
+            return
         if not self._owes:
             self._acknowledge_at = now + ACKNOWLEDGE_SECONDS
         self._acknowledged = min(self._acknowledged, batch.first - 1)  # a repeated notification was lost with a session
-        new = batch.items[self.expected - batch.first :]
-        self.expected += len(new)
         self._gap_since = math.inf
-        return new
+        for item in batch.items[self.expected - batch.first :]:
+            self.expected += 1
+            yield item
 
     def hand_out(self) -> None:
         """The worker has all that was taken."""
