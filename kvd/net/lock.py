@@ -34,7 +34,7 @@ class PathLock:
             raise refusal(ErrorCode.BAD_CONFIG, f"cannot make {self._path}: {error}") from error
         self._descriptor = self._acquire(path)
         try:
-            refuse_other_files(path)
+            _refuse_other_files(path)
         except BadRequest:
             self.release()
             raise
@@ -121,7 +121,7 @@ class Lock:
         return {os.path.realpath(self.path) + LOCK}
 
 
-def refuse_other_files(path: str) -> None:
+def _refuse_other_files(path: str) -> None:
     """Checks that nothing is at `path`, or a socket that we may replace.
 
     Raises:

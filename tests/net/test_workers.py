@@ -255,7 +255,7 @@ async def test_a_socket_or_a_locked_lock_that_another_user_laid_is_an_error_that
     os.unlink(path + ".lock")
 
 
-@pytest.mark.parametrize("gone", [".lock", "", ".zmq", "all"])
+@pytest.mark.parametrize("gone", [".lock", "", ".zmq", ".zmq.lock", "all"])
 async def test_files_that_somebody_has_removed_are_not_missed_when_the_daemon_stops(tmp_path: Path, gone: str) -> None:
     daemon = Daemon(tmp_path)
     for name in os.listdir(tmp_path) if gone == "all" else [f"kvd.sock{gone}"]:
@@ -266,12 +266,13 @@ async def test_files_that_somebody_has_removed_are_not_missed_when_the_daemon_st
 
 async def test_a_daemon_whose_lock_was_removed_leaves_the_files_of_its_successor(tmp_path: Path) -> None:
     first = Daemon(tmp_path)
-    os.unlink(first.path + ".lock")
+    for path in (first.path, first.path + ".zmq"):
+        os.unlink(path + ".lock")
     second = Daemon(tmp_path)
     first.port.close()
     worker, _ = await second.session()
     worker.close()
-    assert sorted(os.listdir(tmp_path)) == ["kvd.sock", "kvd.sock.lock", "kvd.sock.zmq"]
+    assert sorted(os.listdir(tmp_path)) == ["kvd.sock", "kvd.sock.lock", "kvd.sock.zmq", "kvd.sock.zmq.lock"]
     second.port.close()
     assert os.listdir(tmp_path) == []
 
@@ -424,6 +425,27 @@ async def test_a_live_daemons_path_is_not_taken(daemon: Daemon) -> None:
     other.close()
     worker, _ = await daemon.session()
     worker.close()
+
+
+async def test_a_daemon_whose_socket_would_be_the_request_socket_of_another_is_refused(daemon: Daemon) -> None:
+    other = WorkerSockets(daemon.path + ".zmq")
+    with pytest.raises(BadRequest, match=r"another kvd serves .*kvd\.sock\.zmq: stop it"):
+        other.start(daemon.inbox)
+    other.close()
+    worker, _ = await daemon.session()
+    worker.close()
+
+
+async def test_a_daemon_whose_request_socket_would_be_the_socket_of_another_is_refused(tmp_path: Path) -> None:
+    inbox = Inbox()
+    first, second = WorkerSockets(str(tmp_path / "kvd.sock.zmq")), WorkerSockets(str(tmp_path / "kvd.sock"))
+    first.start(inbox)
+    with pytest.raises(BadRequest, match=r"another kvd serves .*kvd\.sock\.zmq: stop it"):
+        second.start(inbox)
+    with socket.socket(socket.AF_UNIX) as worker:
+        worker.connect(str(tmp_path / "kvd.sock.zmq"))
+        await inbox.next(SessionOpened)
+    first.close()
 
 
 async def test_a_dead_daemons_files_are_replaced(tmp_path: Path) -> None:
