@@ -1,14 +1,13 @@
 """The configuration of a daemon: flags over environment (`KVD_...`) over a TOML file over defaults."""
 
 import socket as sockets
-import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvd import files, limits
 from kvd.actors.runtime.settings import Settings
@@ -168,6 +167,13 @@ class Config(BaseSettings):
         "auto", description="`auto`: readable on a terminal, JSON elsewhere."
     )
 
+    @field_validator("config", mode="before")
+    @classmethod
+    def _check_config(cls, value: object) -> object:
+        if value == "":
+            raise ValueError("must be a path, or leave it out")
+        return value
+
     @field_validator("http", "dns_server")
     @classmethod
     def _check_port(cls, value: str | None) -> str | None:
@@ -263,14 +269,10 @@ class Config(BaseSettings):
         )
 
 
-def _read_file(settings_cls: type[BaseSettings], path: Path) -> TomlConfigSettingsSource:
-    if not path.is_file():
-        raise refusal(ErrorCode.BAD_CONFIG, f"config: no file {str(path)!r}")
-    files.check_writers(path, files.read(path, limits.MAX_CONFIG_BYTES)[1], "let anybody in")
-    try:
-        return TomlConfigSettingsSource(settings_cls, path)
-    except tomllib.TOMLDecodeError as error:
-        raise refusal(ErrorCode.BAD_CONFIG, f"{path}: {error}") from error
+def _read_file(settings_cls: type[BaseSettings], path: Path) -> InitSettingsSource:
+    text, status = files.read(path, limits.MAX_CONFIG_BYTES)
+    files.check_writers(path, status, "let anybody in")
+    return InitSettingsSource(settings_cls, files.parse_toml(path, text))
 
 
 def load(flags: dict[str, str]) -> Config:

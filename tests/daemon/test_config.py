@@ -35,7 +35,9 @@ def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
         ({"memory": "gold"}, r"memory: .*'hugetlb'.*not 'gold'"),
         ({"name": "a b"}, r"name: .*pattern.*not 'a b'"),
         ({"retry": "5", "claim_ttl": "5"}, r"retry \(5.0 s\) must be below claim_ttl"),
-        ({"config": "/nowhere.toml"}, r"no file '/nowhere.toml'"),
+        ({"config": "/nowhere.toml"}, r"cannot read /nowhere.toml: No such file"),
+        ({"config": "/dev/null"}, r"/dev/null is no regular file"),
+        ({"config": ""}, r"config: .*a path, or leave it out, not ''"),
         ({"colour": "red"}, r"colour: .*"),
         (
             {"listen": "tcp://0.0.0.0:7071"},
@@ -163,7 +165,7 @@ def test_a_configuration_of_another_user_is_refused(tmp_path, monkeypatch):
 def test_a_configuration_that_the_environment_names_must_be_there_and_be_toml(tmp_path, monkeypatch):
     file = tmp_path / "kvd.toml"
     monkeypatch.setenv("KVD_CONFIG", str(file))
-    with pytest.raises(BadRequest, match="no file"):
+    with pytest.raises(BadRequest, match=f"cannot read {file}: No such file"):
         load({})
     file.write_text("name = \n")
     with pytest.raises(BadRequest, match=f"{file}: Invalid value"):
