@@ -80,5 +80,5 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
 def test_a_path_that_is_none_is_refused():
     file = PeersFile(Path("a\0b"), "host-a", ABROAD, None)
     assert not file.changed()
-    with pytest.raises(BadRequest, match="cannot read 'a.x00b': embedded null byte"):
+    with pytest.raises(BadRequest, match=r"cannot read 'a\\x00b': embedded null byte"):
         file.read()
