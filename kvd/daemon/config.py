@@ -14,11 +14,10 @@ from kvd.actors.runtime.settings import Settings
 from kvd.errors import ErrorCode, refusal
 from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports
 from kvd.memory.memfd import Backing
-from kvd.protocol.address import DEFAULT_SOCKET, PEERS, is_everywhere, is_local, is_unix
+from kvd.protocol.address import DEFAULT_SOCKET, LAST_PORT, PEERS, is_everywhere, is_local, is_unix
 
 _BRIEF = 0.01
 """Seconds: what is done more often would keep the loop from its work."""
-_LAST_PORT = 65535
 _WEEK = 7 * 24 * 3600.0
 """Seconds: a pool, or a peer, that nobody needs for so long is not kept."""
 _OPEN = (
@@ -177,8 +176,8 @@ class Config(BaseSettings):
     @field_validator("http", "dns_server")
     @classmethod
     def _check_port(cls, value: str | None) -> str | None:
-        if value is not None and int(value.rpartition(":")[2]) > _LAST_PORT:
-            raise ValueError(f"a port is at most {_LAST_PORT}")
+        if value is not None and int(value.rpartition(":")[2]) > LAST_PORT:
+            raise ValueError(f"a port is at most {LAST_PORT}")
         return value
 
     @model_validator(mode="after")
