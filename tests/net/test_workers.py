@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import fcntl
 import os
 import socket
@@ -13,7 +14,7 @@ from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerFrame
 from kvd.net.local.listener import MAX_CONNECTIONS
-from kvd.net.lock import PathLock
+from kvd.net.lock import Lock, PathLock
 from kvd.net.stream import HEADER, MAX_DESCRIPTORS, FrameStream, pack
 from kvd.net.workers import WorkerSockets
 from kvd.protocol.codec import session_replies
@@ -476,6 +477,25 @@ async def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"missing/kvd\.sock"):
         port.start(lambda event: None)
     port.close()
+
+
+def test_a_name_that_its_lock_cannot_have_is_an_error(tmp_path: Path) -> None:
+    path = str(tmp_path / ("x" * 252))
+    with pytest.raises(BadRequest, match=r"cannot make .*\.lock: .*File name too long"):
+        PathLock(path)
+    assert not Lock(path).taken()
+
+
+def test_a_file_system_without_locks_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    path = str(tmp_path / "kvd.sock")
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(BadRequest, match=r"cannot lock .*kvd\.sock\.lock: No locks available; put the socket"):
+        PathLock(path)
+    assert not Lock(path).taken()
+    os.unlink(path + ".lock")
 
 
 async def test_a_path_too_long_for_a_socket_is_refused() -> None:
