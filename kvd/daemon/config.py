@@ -1,5 +1,7 @@
 """The configuration of a daemon: flags over environment (`KVD_...`) over a TOML file over defaults."""
 
+import os
+import re
 import socket as sockets
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +20,9 @@ from kvd.protocol.address import DEFAULT_SOCKET, LAST_PORT, PEERS, is_everywhere
 
 _BRIEF = 0.01
 """Seconds: what is done more often would keep the loop from its work."""
+_NAME_CHARACTERS = 64
+_SOCKET = re.compile(r"/[^#\s\0\ud800-\udfff]+")
+"""A path that can stand in an address: UTF-8 without spaces and `#`."""
 _WEEK = 7 * 24 * 3600.0
 """Seconds: a pool, or a peer, that nobody needs for so long is not kept."""
 _OPEN = (
@@ -42,13 +47,14 @@ class Config(BaseSettings):
 
     config: Path | None = Field(None, description="TOML file with any of these fields.")
     name: str = Field(
-        default_factory=lambda: f"kvd-{sockets.gethostname()}",
-        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        default_factory=lambda: f"kvd-{sockets.gethostname()}"[:_NAME_CHARACTERS],
+        pattern=rf"^[A-Za-z0-9._-]{{1,{_NAME_CHARACTERS}}}$",
         description="The daemon's name in tickets, logs and status. Daemons that meet need different names.",
     )
     socket: Path = Field(
         Path(DEFAULT_SOCKET),
-        description="Session socket for workers; the request socket has the same path with `.zmq` appended.",
+        description="Session socket for workers, a path without spaces, `#` and `..`; the request socket has the same "
+        "path with `.zmq` appended.",
     )
     socket_mode: str = Field("0660", pattern=r"^0?[0-7]{3}$", description="File mode of both sockets, octal.")
     worker_policy: Path | None = Field(
@@ -171,6 +177,17 @@ class Config(BaseSettings):
     def _check_config(cls, value: object) -> object:
         if value == "":
             raise ValueError("must be a path, or leave it out")
+        return value
+
+    @field_validator("socket")
+    @classmethod
+    def _check_socket(cls, value: Path) -> Path:
+        try:
+            path = str(value.absolute())
+        except OSError as error:
+            raise ValueError(f"is relative to a folder that is gone ({error.strerror}): name the whole path") from error
+        if _SOCKET.fullmatch(path) is None or os.path.normpath(path) != path:
+            raise ValueError("must be a path in UTF-8 without spaces, # and ..")
         return value
 
     @field_validator("http", "dns_server")
