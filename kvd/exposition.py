@@ -1,13 +1,17 @@
 """Metrics as text for Prometheus, for whoever asks, however often."""
 
+import re
 import time
 from collections import deque
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from kvd import limits
 from kvd.errors import ErrorCode, refusal
+
+_OPEN_METRICS: Final = re.compile(r"(application/openmetrics-text; version=)[^;]*")
 
 
 class Exposition:
@@ -30,7 +34,9 @@ class Exposition:
 
         """
         try:
-            encode, kind = choose_encoder(accept)
+            # The kind has the client's own version, of which there is no end. All that it takes get the text of 1.0.0.
+            _, kind = choose_encoder(accept)
+            encode, kind = choose_encoder(_OPEN_METRICS.sub(r"\g<1>1.0.0", kind))
         except (TypeError, ValueError) as error:  # of its parser, which compares versions before it has checked them
             text = f"Accept is {accept[: limits.MAX_NAME_BYTES]!r}, in which a version is no number"
             raise refusal(ErrorCode.BAD_MESSAGE, text) from error

@@ -2,7 +2,9 @@
 
 import os
 import stat
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from kvd.errors import ErrorCode, refusal
 
@@ -11,12 +13,14 @@ def read(path: Path, bound: int) -> tuple[str, os.stat_result]:
     """The text of a file of at most `bound` bytes, and the status of the very file that was read.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, it cannot be read, has more bytes, or is no text.
+        BadRequest: `BAD_CONFIG`, it cannot be read, is no regular file, has more bytes, or is no text.
 
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
             status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise refusal(ErrorCode.BAD_CONFIG, f"{path} is no regular file")
             content = file.read(bound + 1)
             if len(content) > bound:
                 raise refusal(ErrorCode.BAD_CONFIG, f"{path} has more than {bound} bytes; is it the right file?")
@@ -25,6 +29,26 @@ def read(path: Path, bound: int) -> tuple[str, os.stat_result]:
         raise refusal(ErrorCode.BAD_CONFIG, f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise refusal(ErrorCode.BAD_CONFIG, f"{path} is not UTF-8 text") from error
+    except ValueError as error:  # the path has a zero byte
+        raise refusal(ErrorCode.BAD_CONFIG, f"cannot read {str(path)!r}: {error}") from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a FIFO at once, too: to wait for who writes to it would stop the daemon."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def parse_toml(path: Path, text: str) -> dict[str, Any]:
+    """What the TOML in `text`, which was read from `path`, says.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, it is no TOML, or has more levels or longer numbers than Python's parser takes.
+
+    """
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise refusal(ErrorCode.BAD_CONFIG, f"{path}: {error}") from error
 
 
 def check_owner(path: Path, status: os.stat_result, danger: str) -> None:

@@ -86,7 +86,7 @@ class Ports:
                 probe.bind((self.host, port))
             except OSError as error:
                 return error.errno == errno.EADDRINUSE
-            except (OverflowError, UnicodeError):  # as of other errors, the server itself says what is wrong
+            except (OverflowError, TypeError, UnicodeError):  # as of other errors, the server itself says what is wrong
                 return False
         return False
 

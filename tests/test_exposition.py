@@ -37,6 +37,20 @@ def test_a_client_gets_the_format_that_it_accepts(accept: str, kind: str) -> Non
     assert body.endswith(b"# EOF\n") is content_type.startswith("application")
 
 
+def test_versions_that_clients_make_up_bring_no_further_text() -> None:
+    registry, counted = CollectorRegistry(), Counted()
+    registry.register(counted)
+    counted.asked = 0
+    exposition = Exposition(registry)
+    began = time.monotonic()
+    kinds = {
+        exposition.answer(f"application/openmetrics-text;version=1.{number}.0;escaping=dots")[1]
+        for number in range(50 * limits.METRICS_PER_SECOND)
+    }
+    assert kinds == {"application/openmetrics-text; version=1.0.0; charset=utf-8; escaping=dots"}
+    assert counted.asked <= limits.METRICS_PER_SECOND * (2 + time.monotonic() - began)
+
+
 @pytest.mark.parametrize(
     "accept", ["application/openmetrics-text;version=abc", "text/plain;version=zz;escaping=values"]
 )

@@ -166,7 +166,7 @@ def test_a_range_of_ports_is_taken_when_too_few_of_it_are_free() -> None:
     assert not Ports("127.0.0.1", port, port).taken()
 
 
-@pytest.mark.parametrize("host", ["203.0.113.1", "no.such.name.invalid", "x" * 100, "fe80::1%none"])
+@pytest.mark.parametrize("host", ["203.0.113.1", "no.such.name.invalid", "x" * 100, "é..b", "fe80::1%none"])
 def test_an_address_that_is_wrong_is_not_waited_for(host: str) -> None:
     assert not Ports(host, 80, 80).taken()
     assert not Ports("127.0.0.1", 1 << 17, 1 << 17).taken()

@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +41,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--within",
+        type=_command,
         default="",
         metavar="COMMAND",
         help="start the daemons through COMMAND, e.g. 'taskset --cpu-list 1' to pin them",
@@ -71,6 +73,17 @@ def _with_pair(args: argparse.Namespace) -> dict[str, object]:
     ):
         measure = _load if args.load else _rate if args.rate else _transfers
         return measure(pair, args)
+
+
+def _command(text: str) -> str:
+    """A command of a shell's words, of which the first can be run."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+    if words and shutil.which(words[0]) is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no command {words[0]!r}")
+    return text
 
 
 def _gpu(text: str) -> int:

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import select
 import signal
 import sys
 import time
@@ -12,6 +11,7 @@ from kvd.cli import arguments
 from kvd.cli.status import add_daemon_flags, socket_of
 from kvd.errors import ErrorCode, Unavailable, refusal
 from kvd.net.inquiry import Inquiry
+from kvd.net.unix import readable
 from kvd.protocol.status import StatusReport, decode
 
 _LOOK_SECONDS = 0.5
@@ -65,11 +65,11 @@ def _wait(process: int, inquiry: Inquiry, args: argparse.Namespace) -> bool:
     """Whether the process ended in time; prints what it still waits for."""
     deadline = time.monotonic() + args.wait
     told = ""
-    while time.monotonic() < deadline:
-        if select.select([process], [], [], _LOOK_SECONDS)[0]:
+    while (left := deadline - time.monotonic()) > 0:
+        if readable(process, min(_LOOK_SECONDS, left)):
             return True
         try:
-            text = _waits_for(decode(inquiry.status(args.timeout)))
+            text = _waits_for(decode(inquiry.status(min(args.timeout, deadline - time.monotonic()))))
         except Unavailable:  # it hangs up on everybody shortly before its end
             continue
         if text != told and not args.json:

@@ -24,7 +24,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the line `<public key> <name>`, of a new key or of one that is there."""
+    """Prints the line `<public key> <name>`, of a new key or of one that is there.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, the name cannot stand in an allow-list, or the file cannot be written or read.
+
+    """
+    keys.check_name(args.name)
     if args.action == "generate":
         keys.save(keys.generate(), args.file)
     print(keys.load(args.file).public.hex(), args.name)

@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -24,30 +26,72 @@ COMMANDS = {
 }
 
 
+_LAST_STANDARD = 2
+_BY_SIGNAL = 128
+"""Added to a signal's number, the exit status of who ends because of it."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (without the program's name) and returns the exit status."""
+    _have_standard_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="kvd", description=kvd.__doc__)
-    parser.add_argument("--version", action="version", version=f"kvd {kvd.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     command = arguments[0] if arguments else ""
     try:
-        for name, text in COMMANDS.items():
-            if command == name:
-                importlib.import_module(f"kvd.cli.{name}").add_parser(subparsers)
-            else:
-                subparsers.add_parser(name, help=text)
-        chosen = parser.parse_args(arguments)
-        status: int = chosen.run(chosen)
+        try:
+            return _run(arguments, command)
+        finally:
+            sys.stdout.flush()  # where its errors can still be told
     except KvdError as error:
         print(f"kvd {command}: {error}", file=sys.stderr)
-        return 2
     except ModuleNotFoundError as error:
         extra = command if command in {"demo", "router"} else "daemon"
         fix = f"pip install '.[{extra}]' in a clone of kvd"
         print(f"kvd {command}: {error.name} is not installed: {fix}", file=sys.stderr)
-        return 2
+    except KeyboardInterrupt:
+        return _BY_SIGNAL + signal.SIGINT
+    except BrokenPipeError:  # whoever read the output has left, as `head` does
+        _discard_output()
+        return _BY_SIGNAL + signal.SIGPIPE
+    except OSError as error:
+        try:
+            print(flush=True)
+        except OSError:  # again, so it was this
+            _discard_output()
+            print(f"kvd {command}: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        else:
+            raise
+    return 2
+
+
+def _run(arguments: list[str], command: str) -> int:
+    parser = argparse.ArgumentParser(prog="kvd", description=kvd.__doc__)
+    parser.add_argument("--version", action="version", version=f"kvd {kvd.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, text in COMMANDS.items():
+        if command == name:
+            importlib.import_module(f"kvd.cli.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=text)
+    chosen = parser.parse_args(arguments)
+    status: int = chosen.run(chosen)
     return status
+
+
+def _have_standard_streams() -> None:
+    """Opens /dev/null for those that are closed: a pool or a socket would get the number, and what is printed there."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed when Python started
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
+
+
+def _discard_output() -> None:
+    """Has what is left of the output go nowhere; else Python would try again at its exit, and complain."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def _read(path: Path) -> list[CacheSpec]:
     if raw.lstrip().startswith(b"["):
         try:
             return [CacheSpec.decode_json(bytes(spec)) for spec in msgspec.json.decode(raw, type=list[msgspec.Raw])]
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise refusal(ErrorCode.BAD_SPEC, f"{path}: {error}") from error
     return [CacheSpec.decode_json(raw)]
 

@@ -12,6 +12,7 @@ import uvloop
 from kvd.errors import ErrorCode, refusal
 from kvd.holders import Ports, wait_until_free
 from kvd.host import raise_open_files
+from kvd.protocol.address import LAST_PORT
 from kvd.router import limits
 from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
@@ -64,8 +65,10 @@ def run(args: argparse.Namespace) -> int:
     handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     host, _, port = args.listen.rpartition(":")
-    if not host or not port.isdecimal():
-        raise refusal(ErrorCode.BAD_CONFIG, f"--listen is {args.listen!r}; it must be HOST:PORT")
+    # Of a larger port uvloop would take the rest modulo 65536.
+    if not host or not port.isdecimal() or len(port) > len(str(LAST_PORT)) or int(port) > LAST_PORT:
+        text = f"--listen is {args.listen!r}; it must be HOST:PORT, the port at most {LAST_PORT}"
+        raise refusal(ErrorCode.BAD_CONFIG, text)
     for name in ("prefill_timeout", "decode_timeout"):
         if not getattr(args, name) > 0:
             flag = f"--{name.replace('_', '-')}"

@@ -1,25 +1,28 @@
 """The configuration of a daemon: flags over environment (`KVD_...`) over a TOML file over defaults."""
 
+import os
+import re
 import socket as sockets
-import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvd import files, limits
 from kvd.actors.runtime.settings import Settings
 from kvd.errors import ErrorCode, refusal
 from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports
 from kvd.memory.memfd import Backing
-from kvd.protocol.address import DEFAULT_SOCKET, PEERS, is_everywhere, is_local, is_unix
+from kvd.protocol.address import DEFAULT_SOCKET, LAST_PORT, PEERS, is_everywhere, is_local, is_unix
 
 _BRIEF = 0.01
 """Seconds: what is done more often would keep the loop from its work."""
-_LAST_PORT = 65535
+_NAME_CHARACTERS = 64
+_SOCKET = re.compile(r"/[^#\s\0\ud800-\udfff]+")
+"""A path that can stand in an address: UTF-8 without spaces and `#`."""
 _WEEK = 7 * 24 * 3600.0
 """Seconds: a pool, or a peer, that nobody needs for so long is not kept."""
 _OPEN = (
@@ -44,13 +47,14 @@ class Config(BaseSettings):
 
     config: Path | None = Field(None, description="TOML file with any of these fields.")
     name: str = Field(
-        default_factory=lambda: f"kvd-{sockets.gethostname()}",
-        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        default_factory=lambda: f"kvd-{sockets.gethostname()}"[:_NAME_CHARACTERS],
+        pattern=rf"^[A-Za-z0-9._-]{{1,{_NAME_CHARACTERS}}}$",
         description="The daemon's name in tickets, logs and status. Daemons that meet need different names.",
     )
     socket: Path = Field(
         Path(DEFAULT_SOCKET),
-        description="Session socket for workers; the request socket has the same path with `.zmq` appended.",
+        description="Session socket for workers, a path without spaces, `#` and `..`; the request socket has the same "
+        "path with `.zmq` appended.",
     )
     socket_mode: str = Field("0660", pattern=r"^0?[0-7]{3}$", description="File mode of both sockets, octal.")
     worker_policy: Path | None = Field(
@@ -168,11 +172,29 @@ class Config(BaseSettings):
         "auto", description="`auto`: readable on a terminal, JSON elsewhere."
     )
 
+    @field_validator("config", mode="before")
+    @classmethod
+    def _check_config(cls, value: object) -> object:
+        if value == "":
+            raise ValueError("must be a path, or leave it out")
+        return value
+
+    @field_validator("socket")
+    @classmethod
+    def _check_socket(cls, value: Path) -> Path:
+        try:
+            path = str(value.absolute())
+        except OSError as error:
+            raise ValueError(f"is relative to a folder that is gone ({error.strerror}): name the whole path") from error
+        if _SOCKET.fullmatch(path) is None or os.path.normpath(path) != path:
+            raise ValueError("must be a path in UTF-8 without spaces, # and ..")
+        return value
+
     @field_validator("http", "dns_server")
     @classmethod
     def _check_port(cls, value: str | None) -> str | None:
-        if value is not None and int(value.rpartition(":")[2]) > _LAST_PORT:
-            raise ValueError(f"a port is at most {_LAST_PORT}")
+        if value is not None and int(value.rpartition(":")[2]) > LAST_PORT:
+            raise ValueError(f"a port is at most {LAST_PORT}")
         return value
 
     @model_validator(mode="after")
@@ -263,14 +285,10 @@ class Config(BaseSettings):
         )
 
 
-def _read_file(settings_cls: type[BaseSettings], path: Path) -> TomlConfigSettingsSource:
-    if not path.is_file():
-        raise refusal(ErrorCode.BAD_CONFIG, f"config: no file {str(path)!r}")
-    files.check_writers(path, files.read(path, limits.MAX_CONFIG_BYTES)[1], "let anybody in")
-    try:
-        return TomlConfigSettingsSource(settings_cls, path)
-    except tomllib.TOMLDecodeError as error:
-        raise refusal(ErrorCode.BAD_CONFIG, f"{path}: {error}") from error
+def _read_file(settings_cls: type[BaseSettings], path: Path) -> InitSettingsSource:
+    text, status = files.read(path, limits.MAX_CONFIG_BYTES)
+    files.check_writers(path, status, "let anybody in")
+    return InitSettingsSource(settings_cls, files.parse_toml(path, text))
 
 
 def load(flags: dict[str, str]) -> Config:

@@ -59,10 +59,9 @@ class HttpServer:
         host, _, port = address.rpartition(":")
         family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
         try:
-            self._socket = socket.create_server(
-                (host.strip("[]"), int(port)), family=family, backlog=limits.HTTP_BACKLOG
-            )
-        except (OSError, OverflowError) as error:
+            name = host.strip("[]").encode("idna").decode()  # `bind` would do it, and leave its socket where it fails
+            self._socket = socket.create_server((name, int(port)), family=family, backlog=limits.HTTP_BACKLOG)
+        except (OSError, OverflowError, TypeError, UnicodeError) as error:  # the latter two of names that are none
             raise refusal(ErrorCode.BAD_CONFIG, f"http: cannot listen on {address!r}: {error}") from error
         bound, number = self._socket.getsockname()[:2]
         self.address = f"[{bound}]:{number}" if family == socket.AF_INET6 else f"{bound}:{number}"

@@ -10,7 +10,7 @@ from kvd.daemon.systemd import Notifier
 from kvd.holders import Place, Ports, wait_until_free
 from kvd.net.lock import Lock
 from kvd.net.places import check_own
-from kvd.protocol.address import export_path, is_local
+from kvd.protocol.address import REQUESTS, export_path, is_local
 
 _TRANSPORT_PORTS = 2
 """Those of NIXL's process, and of the one that tries foreign metadata."""
@@ -35,8 +35,8 @@ async def wait_for_predecessor(config: Config, stopping: asyncio.Event, notifier
 
 
 def _places(config: Config) -> list[Place]:
-    listen = config.listen
-    paths = {str(config.socket), export_path(listen, str(config.socket))}
+    listen, socket = config.listen, str(config.socket)
+    paths = {socket, socket + REQUESTS, export_path(listen, socket)}
     places: list[Place] = [*Ports.of(config.http)]
     if (path := check_own(listen)["path"]) is not None:
         paths.add(path)

@@ -155,12 +155,21 @@ class Notifier:
 
 
 def received_descriptors(environ: MutableMapping[str, str]) -> dict[str, int]:
-    """Descriptors that systemd passed to this process, by name; removes their variables from `environ`."""
+    """Descriptors that systemd passed to this process, by name; removes their variables from `environ`.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, their number is none.
+
+    """
     addressee = environ.pop("LISTEN_PID", "")
-    count = int(environ.pop("LISTEN_FDS", "0"))
+    said = environ.pop("LISTEN_FDS", "0")
     names = environ.pop("LISTEN_FDNAMES", "").split(":")
     if addressee != str(os.getpid()):
         return {}
+    try:
+        count = int(said)
+    except ValueError as error:
+        raise refusal(ErrorCode.BAD_CONFIG, f"LISTEN_FDS is {said[:100]!r}, which is no number") from error
     received: dict[str, int] = {}
     for position, name in zip(range(count), names, strict=False):
         descriptor = _FIRST_DESCRIPTOR + position

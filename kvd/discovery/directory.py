@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvd import limits
+from kvd import files, limits
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.trust import Trust
 from kvd.protocol.address import check_mutual, is_everywhere
 
+MAX_FILE_BYTES: Final = 1024 * limits.MAX_PEERS
 _COMMENT: Final = re.compile(r"(^|\s)#.*")
 
 
@@ -36,10 +37,7 @@ class PeersFile:
             BadRequest: `BAD_CONFIG`, naming the wrong line, or the daemon that could not reach this one.
 
         """
-        try:
-            lines = self._path.read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise refusal(ErrorCode.BAD_CONFIG, f"cannot read {self._path}: {error}") from error
+        lines = files.read(self._path, MAX_FILE_BYTES)[0].splitlines()
         if len(lines) > 2 * limits.MAX_PEERS:
             raise refusal(ErrorCode.BAD_CONFIG, f"{self._path} has {len(lines)} lines; {limits.MAX_PEERS} may be met")
         found = (self._address(number, _COMMENT.sub("", line)) for number, line in enumerate(lines, 1))
@@ -56,7 +54,7 @@ class PeersFile:
     def _look(self) -> tuple[int, int, int] | None:
         try:
             status = self._path.stat()
-        except OSError:
+        except (OSError, ValueError):  # `read` says what is wrong
             return None
         return status.st_ino, status.st_mtime_ns, status.st_size
 

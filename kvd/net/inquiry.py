@@ -2,14 +2,13 @@
 
 import contextlib
 import os
-import select
 import socket
 import time
 from collections.abc import Iterator
 
 from kvd.errors import ErrorCode, error_from_code, refusal
 from kvd.net.stream import FrameStream
-from kvd.net.unix import credentials, peer_pidfd, take_descriptors
+from kvd.net.unix import credentials, peer_pidfd, readable, take_descriptors
 from kvd.protocol.codec import encode, session_replies
 from kvd.protocol.worker import Detached, End, Refused, SessionReply, SessionRequest, Status, StatusRequest
 
@@ -109,7 +108,7 @@ class Inquiry:
 
     def _receive(self, deadline: float) -> list[SessionReply]:
         waiting = max(0.0, deadline - time.monotonic())
-        if not select.select([self._stream.fileno()], [], [], waiting)[0]:
+        if not readable(self._stream.fileno(), waiting):
             raise refusal(ErrorCode.DEADLINE, f"the daemon at {self._path} did not answer in time")
         frames = self._stream.receive()
         if frames is None:

@@ -59,17 +59,24 @@ def save(pair: KeyPair, path: Path) -> None:
         BadRequest: `BAD_CONFIG`, the file exists or cannot be written.
 
     """
-    head = f"# A secret of this daemon: it never leaves this host.\npublic = {pair.public.hex()}\n"
+    text = f"# A secret of this daemon: it never leaves this host.\npublic = {pair.public.hex()}\n"
+    temporary = path.parent / f".kvd-key-{os.urandom(8).hex()}"
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                os.fchmod(descriptor, 0o600)
+                file.write(f"{text}secret = {pair.secret.hex()}\n")
+                file.flush()
+                os.fsync(descriptor)
+            os.link(temporary, path)  # under its name it is there whole, or not at all
+        finally:
+            os.unlink(temporary)
     except FileExistsError as error:
         text = f"{path} exists; a new key would shut out every peer that allows the old one. Move it away first"
         raise refusal(ErrorCode.BAD_CONFIG, text) from error
     except OSError as error:
         raise refusal(ErrorCode.BAD_CONFIG, f"cannot write {path}: {error.strerror}") from error
-    with os.fdopen(descriptor, "w") as file:
-        os.fchmod(descriptor, 0o600)
-        file.write(f"{head}secret = {pair.secret.hex()}\n")
 
 
 def load(path: Path) -> KeyPair:
@@ -122,6 +129,18 @@ def load_allowed(path: Path) -> dict[bytes, Allowed]:
         allowed[key] = Allowed(name, tuple(words[2:]) or EVERY_POOL)
         names.add(name)
     return allowed
+
+
+def check_name(name: str) -> None:
+    """Checks that a line of an allow-list may give this name to a daemon.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, it may not.
+
+    """
+    if not _NAME.fullmatch(name):
+        text = "must be 1 to 64 letters, digits, dots, underscores and hyphens; a * may follow for all that begin so"
+        raise refusal(ErrorCode.BAD_CONFIG, f"the name {name!r} {text}")
 
 
 def covers(pattern: str, name: str) -> bool:

@@ -34,7 +34,7 @@ class PathLock:
             raise refusal(ErrorCode.BAD_CONFIG, f"cannot make {self._path}: {error}") from error
         self._descriptor = self._acquire(path)
         try:
-            refuse_other_files(path)
+            _refuse_other_files(path)
         except BadRequest:
             self.release()
             raise
@@ -62,10 +62,10 @@ class PathLock:
     def _acquire(self, path: str) -> int:
         deadline = time.monotonic() + _MOMENT_SECONDS
         while True:
-            with contextlib.suppress(FileNotFoundError):
-                # Before the kernel refuses to open it, or shows that its owner has locked it.
-                _refuse_foreign(self._path, os.lstat(self._path).st_uid)
             try:
+                with contextlib.suppress(FileNotFoundError):
+                    # Before the kernel refuses to open it, or shows that its owner has locked it.
+                    _refuse_foreign(self._path, os.lstat(self._path).st_uid)
                 descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except OSError as error:
                 raise refusal(ErrorCode.BAD_CONFIG, f"cannot make {self._path}: {error}") from error
@@ -86,6 +86,10 @@ class PathLock:
                 raise refusal(
                     ErrorCode.BAD_CONFIG, f"another kvd serves {path}: stop it, or choose another socket path"
                 ) from error
+            except OSError as error:
+                os.close(descriptor)
+                text = f"cannot lock {self._path}: {error.strerror}; put the socket on a file system that has locks"
+                raise refusal(ErrorCode.BAD_CONFIG, text) from error
             os.close(descriptor)
 
 
@@ -112,6 +116,8 @@ class Lock:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError:  # there are no locks, as `PathLock` says
+            return False
         finally:
             os.close(descriptor)
         return False
@@ -121,7 +127,7 @@ class Lock:
         return {os.path.realpath(self.path) + LOCK}
 
 
-def refuse_other_files(path: str) -> None:
+def _refuse_other_files(path: str) -> None:
     """Checks that nothing is at `path`, or a socket that we may replace.
 
     Raises:

@@ -8,7 +8,7 @@ from kvd.errors import ErrorCode, refusal
 from kvd.net.local.listener import hang_up
 from kvd.net.stream import no_descriptor
 from kvd.net.unix import MAX_PATH_BYTES, credentials, take_descriptors
-from kvd.protocol.address import PEERS
+from kvd.protocol.address import LAST_PORT, PEERS
 
 _ADDRESS = re.compile(
     r"(?P<place>tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})"
@@ -70,7 +70,7 @@ def check_address(address: str, code: ErrorCode) -> re.Match[str]:
 
     """
     match = _ADDRESS.fullmatch(address)
-    if match is None or int(match["port"] or 0) > 65535:
+    if match is None or int(match["port"] or 0) > LAST_PORT:
         raise refusal(code, f"address {address[:200]!r} is not tcp://host:port, nor ipc:///path{PEERS}")
     path = match["path"]
     if path is not None and (os.path.normpath(path) != path or len(os.fsencode(path)) > MAX_PATH_BYTES):

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Final
 
 from kvd import foreign
-from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
+from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, refusal
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
 from kvd.net.local.listener import MAX_CONNECTIONS, Listener, hang_up
 from kvd.net.local.reader import UnfinishedBytes
 from kvd.net.local.request_socket import RequestSocket
 from kvd.net.local.session import Session, WatchedProcesses
-from kvd.net.lock import PathLock, refuse_other_files
+from kvd.net.lock import PathLock
 from kvd.net.stream import pack
 from kvd.net.unix import MAX_PATH_BYTES, created_with, credentials, take_descriptors
 from kvd.protocol.address import REQUESTS
@@ -61,7 +61,8 @@ class WorkerSockets:
         self._may_pass = may_pass
         self._requests: RequestSocket | None = None
         self._listeners: list[Listener] = []
-        self._lock: PathLock | None = None
+        self._locks: dict[str, PathLock] = {}
+        """By path."""
         self._given_ends = ends
         self._process = -1
         self._peers: WatchedProcesses | None = None
@@ -86,8 +87,12 @@ class WorkerSockets:
 
         """
         self._on_event, self._intake = on_event, intake
-        refuse_other_files(self._path + REQUESTS)
-        self._lock = PathLock(self._path)
+        try:
+            for path in (self._path, self._path + REQUESTS):
+                self._locks[path] = PathLock(path)
+        except BadRequest:
+            self.close()
+            raise
         self._process = os.pidfd_open(os.getpid()) if self._given_ends is None else os.dup(self._given_ends)
         self._peers = WatchedProcesses(on_event)
         self._requests = RequestSocket(self._received, intake)
@@ -148,9 +153,9 @@ class WorkerSockets:
         if self._process >= 0:
             os.close(self._process)
             self._process = -1
-        if self._lock is not None:
-            self._lock.release(self._path, self._path + REQUESTS)
-            self._lock = None
+        while self._locks:
+            path, lock = self._locks.popitem()
+            lock.release(path)
 
     def _received(self, session: bytes, frame: bytes, uid: int) -> None:
         self._on_event(WorkerFrame(session, frame, uid))

@@ -16,6 +16,8 @@ LOCK: Final = ".lock"
 """Endings of what lies beside the session socket: the sockets for the requests of workers, for peers and for those that
 import pools; and of the lock's file of each of these."""
 
+LAST_PORT: Final = 65535
+
 _EVERY_HOST: Final = ("0.0.0.0", "::", "*")  # noqa: S104 - recognised, not bound
 
 

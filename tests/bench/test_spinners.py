@@ -42,3 +42,12 @@ def test_a_number_of_spinners_that_is_none_is_refused(capsys: pytest.CaptureFixt
 def test_yielding_without_processes_that_yield_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--yield"]) != 0
     assert "--yield is about the processes of --busy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("within", "reason"), [("'", "No closing quotation"), ("nocmd -x", "there is no command 'nocmd'")]
+)
+def test_a_command_that_cannot_be_run_is_refused(within: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--within", within])
+    assert reason in capsys.readouterr().err

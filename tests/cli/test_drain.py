@@ -1,5 +1,6 @@
 """`kvd drain` ends the process that listens, and no other that has its number by now."""
 
+import contextlib
 import os
 import select
 import signal
@@ -9,7 +10,9 @@ import sys
 
 import pytest
 
+from kvd.cli import drain
 from kvd.cli.main import main
+from kvd.errors import ErrorCode, refusal
 from kvd.net import inquiry, unix
 from tests.support.patience import PATIENCE
 
@@ -40,6 +43,18 @@ def innocent():
     with subprocess.Popen(["sleep", "1000"]) as process:
         yield process
         process.kill()
+
+
+@contextlib.contextmanager
+def deaf():
+    """A process that does not end when it is told to."""
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_listener_that_has_ended_is_said_and_nobody_is_signalled(orphaned, capsys):
@@ -76,4 +91,23 @@ def test_a_listener_that_lives_is_ended(tmp_path, monkeypatch, kernel):
         listener.stdout.readline()
         assert main(["drain", "--socket", path, "--timeout", "0.1", "--wait", str(PATIENCE)]) == 0
         assert listener.wait(PATIENCE) == -signal.SIGTERM
+    os.unlink(path)
+
+
+def test_a_daemon_that_does_not_answer_is_waited_for_no_longer_than_said(tmp_path, monkeypatch, capsys):
+    path, asked = str(tmp_path / "kvd.sock"), []
+
+    def silent(_inquiry, timeout):
+        asked.append(timeout)
+        raise refusal(ErrorCode.DEADLINE, "no answer in time")
+
+    monkeypatch.setattr(inquiry.Inquiry, "status", silent)
+    monkeypatch.setattr(drain, "_LOOK_SECONDS", 0.01)
+    with socket.socket(socket.AF_UNIX) as listener, deaf() as process:
+        listener.bind(path)
+        listener.listen()
+        monkeypatch.setattr(inquiry.Inquiry, "process", lambda _inquiry: os.pidfd_open(process.pid))
+        assert main(["drain", "--socket", path, "--timeout", "1000", "--wait", "0.5"]) == 1
+    assert max(asked, default=0.0) <= 0.5
+    assert "still running after" in capsys.readouterr().out
     os.unlink(path)

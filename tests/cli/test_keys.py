@@ -1,5 +1,7 @@
 """`kvd keys`."""
 
+import pytest
+
 from kvd.cli.main import main
 from kvd.net import keys
 
@@ -20,3 +22,12 @@ def test_generate_does_not_overwrite(tmp_path, capsys):
     assert main(["keys", "generate", str(file), "--name", "a"]) == 0
     assert main(["keys", "generate", str(file), "--name", "a"]) == 2
     assert "would shut out every peer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["host 1", "a\nb", "", "a/b", "a" * 65, "*", "a*b"])
+def test_a_name_that_an_allow_list_cannot_have_is_refused_before_anything_is_written(tmp_path, capsys, name):
+    assert main(["keys", "generate", str(tmp_path / "key"), "--name", name]) == 2
+    assert f"the name {name!r} must be 1 to 64 letters" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main(["keys", "generate", str(tmp_path / "key"), "--name", "vllm-*"]) == 0
+    assert main(["keys", "show", str(tmp_path / "key"), "--name", name]) == 2

@@ -24,7 +24,10 @@ SERVERS = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
     [
         (["--listen", "8000"], "--listen is '8000'; it must be HOST:PORT"),
         (["--listen", "127.0.0.1:x"], "it must be HOST:PORT"),
+        (["--listen", "127.0.0.1:87001"], "the port at most 65535"),
+        (["--listen", "127.0.0.1:" + "9" * 5000], "the port at most 65535"),
         (["--listen", "203.0.113.1:8000"], "cannot listen on 203.0.113.1:8000"),
+        (["--listen", "é..b:21001"], "cannot listen on é..b:21001"),
         (["--prefill", "localhost:8100"], "'localhost:8100' is no server's URL; it must be like http://host:port"),
         (["--decode", "http://a/v1"], "'http://a/v1' is no server's URL"),
         (["--decode", "http://a:port"], "'http://a:port' is no server's URL"),

@@ -35,7 +35,9 @@ def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
         ({"memory": "gold"}, r"memory: .*'hugetlb'.*not 'gold'"),
         ({"name": "a b"}, r"name: .*pattern.*not 'a b'"),
         ({"retry": "5", "claim_ttl": "5"}, r"retry \(5.0 s\) must be below claim_ttl"),
-        ({"config": "/nowhere.toml"}, r"no file '/nowhere.toml'"),
+        ({"config": "/nowhere.toml"}, r"cannot read /nowhere.toml: No such file"),
+        ({"config": "/dev/null"}, r"/dev/null is no regular file"),
+        ({"config": ""}, r"config: .*a path, or leave it out, not ''"),
         ({"colour": "red"}, r"colour: .*"),
         (
             {"listen": "tcp://0.0.0.0:7071"},
@@ -68,6 +70,10 @@ def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
             r"transport_ports \(9961-9930\) are no two or more ports in ascending order",
         ),
         ({**NETWORK, "transport_ports": "9930-99300"}, r"transport_ports \(9930-99300\) are no two"),
+        *(
+            ({"socket": path}, r"socket: .*must be a path in UTF-8 without spaces, # and \.\.")
+            for path in ("/run/a b.sock", "/run/a#b.sock", "/run/../b.sock", "/run/\udcff.sock", "a\0b")
+        ),
         ({"curve_key": "/k"}, r"curve_key and curve_peers need each other"),
         ({"curve_key": "/k", "curve_peers": "/p", "insecure": "true"}, r"contradict each other"),
     ],
@@ -163,7 +169,7 @@ def test_a_configuration_of_another_user_is_refused(tmp_path, monkeypatch):
 def test_a_configuration_that_the_environment_names_must_be_there_and_be_toml(tmp_path, monkeypatch):
     file = tmp_path / "kvd.toml"
     monkeypatch.setenv("KVD_CONFIG", str(file))
-    with pytest.raises(BadRequest, match="no file"):
+    with pytest.raises(BadRequest, match=f"cannot read {file}: No such file"):
         load({})
     file.write_text("name = \n")
     with pytest.raises(BadRequest, match=f"{file}: Invalid value"):
@@ -193,3 +199,24 @@ def test_every_number_has_a_range_and_an_error_that_names_it(name):
 def test_so_have_ports(name, value):
     with pytest.raises(BadRequest, match=f"{name}: .*a port is at most 65535, not '{value}'"):
         load({name: value})
+
+
+def test_a_relative_socket_needs_a_folder_to_start_from(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(BadRequest, match=r"socket: .*is relative to a folder that is gone \(No such file.*'d\.sock'"):
+        load({"socket": "d.sock"})
+
+
+def test_the_longest_host_name_gives_a_name_that_may_be_had(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "h" * 64)
+    name = load({}).name
+    assert load({"name": name}).name == name
+
+
+def test_toml_that_cannot_be_parsed_is_refused(tmp_path):
+    file = tmp_path / "kvd.toml"
+    file.write_text("drain_grace = " + "1" * 5_000)
+    with pytest.raises(BadRequest, match=f"{file}: Exceeds the limit"):
+        load({"config": str(file)})

@@ -161,6 +161,12 @@ def test_a_connection_that_says_nothing_ends(served: Served, monkeypatch: pytest
     assert served.send(b"GET /livez") == b""
 
 
+@pytest.mark.parametrize("host", ["é..b", "a" * 70])
+def test_a_host_that_is_no_name_is_refused(served: Served, host: str) -> None:
+    with pytest.raises(BadRequest, match=f"http: cannot listen on '{host}:0'"):
+        HttpServer(f"{host}:0", CollectorRegistry(), served.health)
+
+
 def test_an_address_that_cannot_be_bound_is_named(served: Served) -> None:
     with pytest.raises(BadRequest, match=f"http: cannot listen on '{served.server.address}'"):
         HttpServer(served.server.address, CollectorRegistry(), served.health)

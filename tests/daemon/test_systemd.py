@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.daemon.systemd import DescriptorStore, Notifier
-from kvd.errors import ErrorCode, Unavailable
+from kvd.daemon.systemd import DescriptorStore, Notifier, received_descriptors
+from kvd.errors import BadRequest, ErrorCode, Unavailable
 from tests.simulator.virtual.loop import VirtualLoop
 from tests.support.descriptors import no_descriptors_left
 from tests.support.patience import PATIENCE
@@ -333,6 +333,12 @@ def test_descriptors_are_taken_from_the_environment_by_name_and_not_inherited() 
         assert received_descriptors(environ) == {}
     """)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
+
+
+def test_a_number_of_descriptors_that_is_none_is_refused_from_systemd_and_left_to_whom_it_is_meant_for() -> None:
+    with pytest.raises(BadRequest, match="LISTEN_FDS is 'x', which is no number"):
+        received_descriptors({"LISTEN_FDS": "x", "LISTEN_PID": str(os.getpid())})
+    assert received_descriptors({"LISTEN_FDS": "x", "LISTEN_PID": "1"}) == {}
 
 
 def test_a_pool_that_is_asked_for_at_the_end_of_a_standstill_is_not_dropped_before(systemd: Systemd) -> None:

@@ -1,6 +1,7 @@
 """The peer file."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +66,19 @@ def test_a_change_is_seen_once_and_a_missing_file_is_none(tmp_path):
     assert [file.changed(), file.changed()] == [True, False]
     (tmp_path / "peers").unlink()
     assert not file.changed()
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
+    file = file_of(tmp_path, "")
+    os.mkfifo(tmp_path / "new")
+    os.replace(tmp_path / "new", tmp_path / "peers")
+    assert file.changed()
+    with pytest.raises(BadRequest, match="peers is no regular file"):
+        file.read()
+
+
+def test_a_path_that_is_none_is_refused():
+    file = PeersFile(Path("a\0b"), "host-a", ABROAD, None)
+    assert not file.changed()
+    with pytest.raises(BadRequest, match=r"cannot read 'a\\x00b': embedded null byte"):
+        file.read()

@@ -41,7 +41,8 @@ def waiting(daemon):
 def places(daemon):
     """The names of what it has."""
     ports = [daemon.flags["http"], daemon.flags.get("listen", "").removeprefix("tcp://")]
-    paths = [f"{daemon.socket}", f"{daemon.socket}.pools", *([] if ports[1] else [f"{daemon.socket}.peers"])]
+    own = (f"{daemon.socket}{ending}" for ending in ("", ".zmq", ".pools"))
+    paths = [*own, *([] if ports[1] else [f"{daemon.socket}.peers"])]
     return [
         *(f"port {each.rpartition(':')[2]} of 127.0.0.1" for each in ports if each),
         *(f"the socket {path}" for path in sorted(paths)),

@@ -1,3 +1,4 @@
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,27 @@ def test_a_key_is_never_overwritten(file: Path) -> None:
     keys.save(keys.generate(), file)
     with pytest.raises(BadRequest, match="would shut out every peer"):
         keys.save(keys.generate(), file)
+
+
+def test_a_key_that_cannot_be_written_whole_is_not_there_at_all(file: Path, monkeypatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(BadRequest, match=f"cannot write {file}: No space left on device") as caught:
+            keys.save(keys.generate(), file)
+    assert caught.value.code is ErrorCode.BAD_CONFIG
+    assert os.listdir(file.parent) == []
+    keys.save(keys.generate(), file)
+    assert os.listdir(file.parent) == [file.name]
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "a" * 300, "."])
+def test_a_path_at_which_no_key_can_be_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadRequest, match=f"^bad_config: .*{tmp_path}"):
+        keys.save(keys.generate(), tmp_path / name)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_key_that_others_may_read_is_refused_with_the_fix(file: Path) -> None:

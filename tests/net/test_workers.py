@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import fcntl
 import os
 import socket
@@ -13,7 +14,7 @@ from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerFrame
 from kvd.net.local.listener import MAX_CONNECTIONS
-from kvd.net.lock import PathLock
+from kvd.net.lock import Lock, PathLock
 from kvd.net.stream import HEADER, MAX_DESCRIPTORS, FrameStream, pack
 from kvd.net.workers import WorkerSockets
 from kvd.protocol.codec import session_replies
@@ -255,7 +256,7 @@ async def test_a_socket_or_a_locked_lock_that_another_user_laid_is_an_error_that
     os.unlink(path + ".lock")
 
 
-@pytest.mark.parametrize("gone", [".lock", "", ".zmq", "all"])
+@pytest.mark.parametrize("gone", [".lock", "", ".zmq", ".zmq.lock", "all"])
 async def test_files_that_somebody_has_removed_are_not_missed_when_the_daemon_stops(tmp_path: Path, gone: str) -> None:
     daemon = Daemon(tmp_path)
     for name in os.listdir(tmp_path) if gone == "all" else [f"kvd.sock{gone}"]:
@@ -266,12 +267,13 @@ async def test_files_that_somebody_has_removed_are_not_missed_when_the_daemon_st
 
 async def test_a_daemon_whose_lock_was_removed_leaves_the_files_of_its_successor(tmp_path: Path) -> None:
     first = Daemon(tmp_path)
-    os.unlink(first.path + ".lock")
+    for path in (first.path, first.path + ".zmq"):
+        os.unlink(path + ".lock")
     second = Daemon(tmp_path)
     first.port.close()
     worker, _ = await second.session()
     worker.close()
-    assert sorted(os.listdir(tmp_path)) == ["kvd.sock", "kvd.sock.lock", "kvd.sock.zmq"]
+    assert sorted(os.listdir(tmp_path)) == ["kvd.sock", "kvd.sock.lock", "kvd.sock.zmq", "kvd.sock.zmq.lock"]
     second.port.close()
     assert os.listdir(tmp_path) == []
 
@@ -426,6 +428,27 @@ async def test_a_live_daemons_path_is_not_taken(daemon: Daemon) -> None:
     worker.close()
 
 
+async def test_a_daemon_whose_socket_would_be_the_request_socket_of_another_is_refused(daemon: Daemon) -> None:
+    other = WorkerSockets(daemon.path + ".zmq")
+    with pytest.raises(BadRequest, match=r"another kvd serves .*kvd\.sock\.zmq: stop it"):
+        other.start(daemon.inbox)
+    other.close()
+    worker, _ = await daemon.session()
+    worker.close()
+
+
+async def test_a_daemon_whose_request_socket_would_be_the_socket_of_another_is_refused(tmp_path: Path) -> None:
+    inbox = Inbox()
+    first, second = WorkerSockets(str(tmp_path / "kvd.sock.zmq")), WorkerSockets(str(tmp_path / "kvd.sock"))
+    first.start(inbox)
+    with pytest.raises(BadRequest, match=r"another kvd serves .*kvd\.sock\.zmq: stop it"):
+        second.start(inbox)
+    with socket.socket(socket.AF_UNIX) as worker:
+        worker.connect(str(tmp_path / "kvd.sock.zmq"))
+        await inbox.next(SessionOpened)
+    first.close()
+
+
 async def test_a_dead_daemons_files_are_replaced(tmp_path: Path) -> None:
     path = str(tmp_path / "kvd.sock")
     for name in (path, path + ".zmq"):
@@ -454,6 +477,25 @@ async def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"missing/kvd\.sock"):
         port.start(lambda event: None)
     port.close()
+
+
+def test_a_name_that_its_lock_cannot_have_is_an_error(tmp_path: Path) -> None:
+    path = str(tmp_path / ("x" * 252))
+    with pytest.raises(BadRequest, match=r"cannot make .*\.lock: .*File name too long"):
+        PathLock(path)
+    assert not Lock(path).taken()
+
+
+def test_a_file_system_without_locks_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    path = str(tmp_path / "kvd.sock")
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(BadRequest, match=r"cannot lock .*kvd\.sock\.lock: No locks available; put the socket"):
+        PathLock(path)
+    assert not Lock(path).taken()
+    os.unlink(path + ".lock")
 
 
 async def test_a_path_too_long_for_a_socket_is_refused() -> None:

@@ -110,3 +110,9 @@ def test_a_file_that_is_no_spec_is_refused(tmp_path, capsys) -> None:
         (tmp_path / "spec.json").write_bytes(content)
         assert kvd_plan(str(tmp_path / "spec.json"), "flash-hnd", "10") == 2
         assert "bad_spec" in capsys.readouterr().err
+
+
+def test_a_file_of_very_many_levels_is_refused(tmp_path, capsys) -> None:
+    (tmp_path / "deep").write_text("[" * 100_000)
+    assert kvd_plan(str(tmp_path / "deep"), "flash-hnd", "100") == 2
+    assert f"kvd plan: bad_spec: {tmp_path / 'deep'}: " in capsys.readouterr().err

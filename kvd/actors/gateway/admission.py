@@ -10,7 +10,6 @@ mode lets connect may request a status. A policy file, in TOML, admits more user
 """
 
 import fnmatch
-import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,8 +93,8 @@ def load(path: Path) -> tuple[Rule, ...]:
     text, status = files.read(path, limits.MAX_CONFIG_BYTES)
     files.check_writers(path, status, "admit themselves")
     try:
-        rules = msgspec.convert(tomllib.loads(text), _File).workers
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        rules = msgspec.convert(files.parse_toml(path, text), _File).workers
+    except msgspec.ValidationError as error:
         raise refusal(ErrorCode.BAD_CONFIG, f"{path}: {error}") from error
     if any(rule.uid is None and rule.gid is None for rule in rules):
         raise refusal(ErrorCode.BAD_CONFIG, f"{path}: a rule without uid and gid would let everybody in; add one")

@@ -100,7 +100,7 @@ class HttpServer:
                 port,
                 backlog=limits.REQUESTS,
             )
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, TypeError, UnicodeError) as error:  # the latter two of names that are none
             raise refusal(ErrorCode.BAD_CONFIG, f"listen: cannot listen on {host}:{port}: {error}") from error
         bound, number = self._listener.sockets[0].getsockname()[:2]
         self.address = f"[{bound}]:{number}" if ":" in bound else f"{bound}:{number}"
