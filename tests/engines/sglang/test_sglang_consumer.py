@@ -318,6 +318,21 @@ def test_a_request_that_is_aborted_before_those_kernels_end_is_let_go_then(side:
     assert len(side.engine.heard) == 1
 
 
+def test_a_room_of_which_the_engine_cannot_take_what_has_landed_can_still_fail(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def landed(*_: object) -> None:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(side.engine, "landed", landed)
+    side.pulling()
+    with pytest.raises(RuntimeError):
+        side.consumer.on_event(Done(side.client.name))
+    side.consumer.abandon(ROOM, "a defect")
+    assert side.engine.heard[-1] == ("failed", ROOM, "a defect")
+    assert not side.client.cancelled
+
+
 RANKS = (SOURCE, ("prefill", 5))
 
 
