@@ -513,3 +513,6 @@ MAX_TOP_LOGPROBS: Final = 128
 MAX_UNEXPECTED_ROOMS: Final = 4096
 """Requests that SGLang's decode engines want, each rank for itself, and that the prefill engine has not got: the oldest
 are forgotten. As many tickets a bootstrap server waits for."""
+
+MAX_UNREAD_ANSWERS: Final = 16
+"""Messages of one engine's rank that SGLang's bootstrap server has not read yet, of up to `MAX_MESSAGE_BYTES` each."""

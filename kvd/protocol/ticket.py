@@ -170,26 +170,35 @@ def join(texts: Iterable[str]) -> str:
 
     Raises:
         BadRequest: `BAD_TICKET`, one cannot be read, they differ in `tokens`, some of their offers grow and others do
-            not, two daemons claim one address, or the ranks are on several hosts and one has an address that only its
-            own host reaches.
+            not, two daemons claim one address, the ranks are on several hosts and one has an address that only its
+            own host reaches, or all of them are more than one ticket may have.
 
     """
-    tickets = [decode(text) for text in texts]
+    tickets: list[Ticket] = []
+    named = 0
+    for text in texts:
+        tickets.append(decode(text))
+        named += len(tickets[-1].ranks)
+        if named > limits.MAX_RANKS:  # before more of them are read
+            said = f"tickets of one request name {named} ranks, a ticket has {limits.MAX_RANKS} at most"
+            raise refusal(ErrorCode.BAD_TICKET, said)
     tokens, grows = {ticket.tokens for ticket in tickets}, {ticket.grows for ticket in tickets}
     if len(tokens) != 1:
         raise refusal(ErrorCode.BAD_TICKET, f"tickets of one request differ in tokens: {sorted(tokens)}")
     if len(grows) != 1:
         raise refusal(ErrorCode.BAD_TICKET, "some tickets of one request are of offers that grow, others are not")
     _check_addresses([rank for ticket in tickets for rank in ticket.ranks])
-    blocks: list[Spans] = []
+    blocks: dict[Spans, int] = {}
     ranks: list[TicketRank] = []
     for ticket in tickets:
+        places: dict[int, int] = {}  # of its block lists: each is hashed once, however many ranks name it
         for rank in ticket.ranks:
-            spans = ticket.spans(rank)
-            if spans not in blocks:
-                blocks.append(spans)
-            ranks.append(msgspec.structs.replace(rank, blocks=blocks.index(spans)))
-    return Ticket(tokens=tokens.pop(), ranks=tuple(ranks), blocks=tuple(blocks), grows=grows.pop()).encode()
+            if rank.blocks not in places:
+                places[rank.blocks] = blocks.setdefault(ticket.spans(rank), len(blocks))
+            ranks.append(msgspec.structs.replace(rank, blocks=places[rank.blocks]))
+    joined = Ticket(tokens=tokens.pop(), ranks=tuple(ranks), blocks=tuple(blocks), grows=grows.pop()).encode()
+    decode(joined)  # together they may have more block lists than a ticket may
+    return joined
 
 
 def _check_addresses(ranks: list[TicketRank]) -> None:

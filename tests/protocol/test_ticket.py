@@ -1,5 +1,6 @@
 import itertools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -145,6 +146,45 @@ def test_ranks_on_several_hosts_do_not_join_with_an_address_that_only_one_host_r
 def test_two_daemons_do_not_join_under_one_address() -> None:
     with pytest.raises(BadRequest, match="both say that they are at"):
         ticket.join([ticket_at("a", "tcp://127.0.0.1:7700"), ticket_at("b", "tcp://127.0.0.1:7700")])
+
+
+def wide(pool: str, spans: int = 0) -> str:
+    """A ticket of as many ranks as one may have, each with so many lists of block ids of its own."""
+    ranks = tuple(TicketRank("d", "tcp://h:1", 1, pool, "o", rank, SECRET) for rank in range(limits.MAX_RANKS))
+    return Ticket(7, ranks, tuple((Span(0, rank, b""),) * spans for rank in range(len(ranks)))).encode()
+
+
+def test_tickets_of_more_ranks_than_one_may_have_do_not_join_and_no_more_of_them_are_read() -> None:
+    def texts() -> Iterator[str]:
+        yield from (wide("p0"), wide("p1"))
+        raise AssertionError("a third was read")
+
+    with pytest.raises(BadRequest, match=r"name 2048 ranks, a ticket has 1024 at most") as caught:
+        ticket.join(texts())
+    assert caught.value.code is ErrorCode.BAD_TICKET
+
+
+def test_tickets_that_have_too_many_spans_together_do_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_TICKET_SPANS", 512)
+    ranks = [TicketRank("d", "tcp://h:1", 1, "p", "o", 0, SECRET)]
+    texts = [Ticket(1, tuple(ranks), (tuple(Span(0, n, b"") for _ in range(200)),)).encode() for n in range(3)]
+    ticket.decode(ticket.join(texts[:2]))
+    with pytest.raises(BadRequest, match="has 600 lists of block ids; at most 512"):
+        ticket.join(texts)
+
+
+def test_joining_does_not_compare_every_block_list_with_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def counted(self: Span, other: object) -> bool:
+        compared.append(self)
+        return isinstance(other, Span) and (self.group, self.first, self.ids) == (other.group, other.first, other.ids)
+
+    text = wide("p0", spans=1)
+    monkeypatch.setattr(Span, "__eq__", counted)
+    monkeypatch.setattr(Span, "__hash__", lambda self: hash((self.group, self.first, self.ids)))
+    assert len(ticket.decode(ticket.join([text])).blocks) == limits.MAX_RANKS
+    assert len(compared) < 10 * limits.MAX_RANKS
 
 
 offers = st.tuples(st.binary(min_size=16, max_size=16), names, names, st.integers(0, 1 << 40), spans)

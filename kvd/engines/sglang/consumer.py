@@ -264,12 +264,15 @@ class Consumer:
         self._engine.pulling(room.number)
 
     def _done(self, room: _Room) -> None:
-        room.pull, room.ended = "", True
-        if room.failure:
-            self._engine.failed(room.number, room.failure)
-        else:
-            self._engine.landed(room.number, room.record if room.first is None else room.first, room.aux_index)
-        self._records.give_back_of(room)
+        room.pull = ""
+        try:
+            if room.failure:
+                self._engine.failed(room.number, room.failure)
+            else:
+                self._engine.landed(room.number, room.record if room.first is None else room.first, room.aux_index)
+            room.ended = True  # if that raises, it is yet to fail
+        finally:
+            self._records.give_back_of(room)
 
     def _ended(self, pull: str, *, quarantined: bool) -> None:
         if quarantined:

@@ -13,10 +13,10 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from kvd.engines.sglang import handoff, messages
+from kvd.engines.sglang import handoff, inbox, messages
 from kvd.engines.sglang.messages import Abandoned, Offered, Refused, Wanted
-from kvd.errors import BadRequest, ErrorCode, refusal
-from kvd.limits import MAX_UNEXPECTED_ROOMS
+from kvd.errors import ErrorCode, refusal
+from kvd.limits import MAX_MESSAGE_BYTES, MAX_UNEXPECTED_ROOMS, MAX_UNREAD_ANSWERS
 from kvd.protocol import ticket as tickets
 
 Address = tuple[str, int]
@@ -79,27 +79,23 @@ class Desk:
             socket = self._context.socket(zmq.PULL)
             place = f"[{host}]" if ":" in host else host
             socket.setsockopt(zmq.IPV6, ":" in host)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_ANSWERS)
             self._here = host, socket.bind_to_random_port(f"tcp://{place}")
-            self._listening = asyncio.create_task(self._answers(socket))
+            self._listening = asyncio.create_task(inbox.read(socket, self._answered))
         return self._here
 
-    async def _answers(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            frames = await socket.recv_multipart()
-            try:
-                message = messages.decode(frames[0])
-            except BadRequest:
-                continue  # whoever sent it, it is not the engine's answer
-            told = self._waiting.get(message.nonce)
-            if told is None or told.done():
-                continue
-            match message:
-                case Offered():
-                    told.set_result(message)
-                case Refused(reason=reason):
-                    told.set_exception(refusal(ErrorCode.PEER_LOST, f"the prefill engine does not send it: {reason}"))
-                case _:
-                    pass  # for a prefill engine
+    def _answered(self, message: messages.Message) -> None:
+        told = self._waiting.get(message.nonce)
+        if told is None or told.done():
+            return
+        match message:
+            case Offered():
+                told.set_result(message)
+            case Refused(reason=reason):
+                told.set_exception(refusal(ErrorCode.PEER_LOST, f"the prefill engine does not send it: {reason}"))
+            case _:
+                pass  # for a prefill engine
 
     async def _tell(self, engine: Address, message: messages.Message) -> None:
         socket = self._outgoing.get(engine)

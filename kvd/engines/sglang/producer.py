@@ -99,7 +99,8 @@ class Producer:
         room.expected = True
         self._early -= self._unexpected.pop(number, 0)
         if room.failure:
-            self._engine.failed(number, room.failure)
+            self._places.update(room.targets)
+            self._fail(number, room, room.failure)
         elif room.targets:
             self._ready(number, room)
 
@@ -203,6 +204,9 @@ class Producer:
 
     def _wanted(self, number: int, message: Wanted) -> None:
         room, place = self._rooms.setdefault(number, _Room()), (message.host, message.port)
+        if room.failure and not room.expected and all(message.nonce != each.nonce for each in room.targets.values()):
+            self.forget(number)  # of an attempt that was over before the engine had it; this is another one
+            room = self._rooms[number] = _Room()
         is_new = place not in room.targets
         if is_new and len(room.targets) == MAX_RANKS:
             return

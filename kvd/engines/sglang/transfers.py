@@ -9,7 +9,7 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import zmq
@@ -19,9 +19,9 @@ from kvd.client import AsyncWorker, DaemonError, Disconnected, Reattached
 from kvd.client.events import Event
 from kvd.engines.kernels import Event as Kernels
 from kvd.engines.pool import attach, log_session, pool_tensor
-from kvd.engines.sglang import messages
+from kvd.engines.sglang import inbox, messages
 from kvd.engines.sglang.settings import Settings
-from kvd.errors import BadRequest, ErrorCode, KvdError
+from kvd.errors import ErrorCode, KvdError
 from kvd.layout import CacheSpec
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 3600.0
 _LOOKS_SECONDS = 0.001
 _AGAIN_SECONDS = 0.01
+
+_What = TypeVar("_What")
 
 
 class Half(Protocol):
@@ -40,6 +42,9 @@ class Half(Protocol):
     def on_event(self, event: Event) -> None:
         """The daemon's event."""
 
+    def abandon(self, number: int, reason: str) -> None:
+        """Fails a room."""
+
 
 class Transfers:
     """`attach`, then `serve`; `client` belongs to this thread."""
@@ -50,6 +55,7 @@ class Transfers:
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._name = ""
+        self._defects = 0
         threading.Thread(target=self._loop.run_forever, name="kvd", daemon=True).start()
 
     def attach(self, settings: Settings, spec: CacheSpec) -> None:
@@ -115,21 +121,28 @@ class Transfers:
             for event in await self.client.wait(_WAIT_SECONDS):
                 if isinstance(event, Disconnected | Reattached | DaemonError):
                     log_session(event, self._name)
-                half.on_event(event)
+                self._tell(half, half.on_event, event, _room_of(event))
 
     async def _messages(self, half: Half, control: zmq.Socket[bytes]) -> None:
         socket = zmq.asyncio.Socket.from_socket(control)
-        unreadable = 0
-        while True:
-            frames = await socket.recv_multipart()
-            try:
-                message = messages.decode(frames[0])
-            except BadRequest as error:
-                unreadable += 1
-                if unreadable.bit_count() == 1:  # the 1st, 2nd, 4th, ...: whoever reaches the port can send any
-                    logger.warning("%d messages to this engine could not be read, the last: %s", unreadable, error.text)
-                continue
-            half.told(message)
+        await inbox.read(socket, lambda message: self._tell(half, half.told, message, message.room))
+
+    def _tell(self, half: Half, tell: Callable[[_What], None], what: _What, room: int | None) -> None:
+        """Fails the room if it raises, which is a defect: all other rooms go on."""
+        try:
+            tell(what)
+        except Exception as error:
+            self._defects += 1
+            if self._defects.bit_count() == 1:  # the 1st, 2nd, 4th, ...: perhaps anybody can bring it about
+                logger.exception("%d defects, the last one of room %s; it fails, others go on", self._defects, room)
+            if room is not None:
+                self._tell(half, lambda reason: half.abandon(room, reason), f"a defect: {error!r}", None)
+
+
+def _room_of(event: Event) -> int | None:
+    """The number with which the halves begin the names of their pulls and offers."""
+    number = str(getattr(event, "request", getattr(event, "offer", ""))).partition("#")[0]
+    return int(number) if number.isdecimal() else None
 
 
 def _log_end(task: "asyncio.Task[None]") -> None:

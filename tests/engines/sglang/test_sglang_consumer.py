@@ -11,6 +11,7 @@ from kvd.engines.sglang.consumer import Consumer
 from kvd.engines.sglang.handoff import FirstToken, Handoff, Params
 from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
 from kvd.errors import ErrorCode, KvdError, refusal
+from kvd.limits import MAX_RANKS
 from kvd.protocol import ticket as tickets
 from kvd.protocol.ticket import Ticket, TicketRank
 
@@ -317,6 +318,21 @@ def test_a_request_that_is_aborted_before_those_kernels_end_is_let_go_then(side:
     assert len(side.engine.heard) == 1
 
 
+def test_a_room_of_which_the_engine_cannot_take_what_has_landed_can_still_fail(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def landed(*_: object) -> None:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(side.engine, "landed", landed)
+    side.pulling()
+    with pytest.raises(RuntimeError):
+        side.consumer.on_event(Done(side.client.name))
+    side.consumer.abandon(ROOM, "a defect")
+    assert side.engine.heard[-1] == ("failed", ROOM, "a defect")
+    assert not side.client.cancelled
+
+
 RANKS = (SOURCE, ("prefill", 5))
 
 
@@ -366,6 +382,15 @@ def test_tickets_of_ranks_that_do_not_fit_each_other_are_not_pulled(ranks: Side)
     offered(ranks, 1, ticket("p1", tokens=61))
     assert not ranks.client.pulls
     assert "differ in tokens" in ranks.engine.heard[-1][2]
+
+
+def test_tickets_that_name_too_many_ranks_together_fail_their_room(ranks: Side) -> None:
+    for rank, pool in enumerate(("p0", "p1")):
+        made = TicketRank("prefill", "tcp://10.0.0.1:1", 1, pool, "offer", 0, bytes(16))
+        offered(ranks, rank, Ticket(60, (made,) * MAX_RANKS, ((),)).encode())
+    assert not ranks.client.pulls
+    assert "name 2048 ranks" in ranks.engine.heard[-1][2]
+    assert isinstance(ranks.engine.told[-1], Abandoned)
 
 
 GROWING = tickets.growing(daemon="prefill", address="tcp://10.0.0.1:1", pool="p0", offer="offer", secret=bytes(16))

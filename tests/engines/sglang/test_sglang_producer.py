@@ -213,6 +213,32 @@ def test_a_request_that_the_decode_side_abandons_before_it_came_fails_when_it_co
     assert side.engine.heard[-1][:2] == ("failed", ROOM)
 
 
+def test_a_room_that_was_abandoned_before_its_request_came_may_be_wanted_again(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_UNEXPECTED_ROOMS", 2)
+    for attempt in range(9):  # each counts as one room that is yet to come, not more
+        nonce = bytes([attempt]) * 16
+        side.producer.told(Wanted(ROOM, nonce, 32, "decode", 5))
+        side.producer.told(Abandoned(ROOM, nonce, "aborted"))
+    side.producer.told(WANTED)
+    side.producer.told(Wanted(8, NONCE, 0, "decode", 5))
+    side.offered()
+    side.producer.expect(8)
+    assert side.engine.heard == [("ready", ROOM, 32), ("ready", 8, 0)]
+    assert side.engine.told == [Offered(ROOM, NONCE, f"ticket of {side.client.offer}", PROMPT)]
+
+
+def test_the_other_ranks_hear_that_one_has_abandoned_a_request_that_came_later(ranks: Side) -> None:
+    ranks.producer.told(WANTED)
+    ranks.producer.told(OTHER)
+    ranks.producer.told(Abandoned(ROOM, NONCE, "aborted"))
+    assert ranks.engine.told == []
+    ranks.producer.expect(ROOM)
+    assert Refused(ROOM, OTHER.nonce, "the decode engine has abandoned it: aborted") in ranks.engine.told
+    assert ranks.engine.heard == [("failed", ROOM, "the decode engine has abandoned it: aborted")]
+
+
 def test_the_message_of_an_earlier_request_of_the_room_abandons_nothing(side: Side) -> None:
     side.offered().producer.told(Abandoned(ROOM, b"o" * 16, "aborted"))
     assert not side.client.cancelled
