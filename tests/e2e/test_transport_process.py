@@ -73,9 +73,7 @@ def test_what_is_copied_within_the_host_goes_on_while_the_transports_to_other_ho
 
 
 def test_the_next_pull_over_the_network_arrives_whichever_transport_has_been_killed(fleet, devices):
-    daemons = [
-        fleet.far_daemon(name, heartbeat="2", device=device) for name, device in zip("pd", devices, strict=True)
-    ]
+    daemons = [fleet.far_daemon(name, heartbeat="2", device=device) for name, device in zip("pd", devices, strict=True)]
     prefill, decode = (fleet.worker(daemon, daemon.name, blocks=BLOCKS) for daemon in daemons)
     arrives(prefill, decode, "first", 1)
     assert {peer["path"] for peer in decode.call("status")["handshake"]} != {"copy/memory"}
