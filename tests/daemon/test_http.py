@@ -138,7 +138,8 @@ def test_a_flood_of_requests_takes_a_small_share_of_a_core(served: Served) -> No
     assert time.clock_gettime(clock) - used - last <= limits.HTTP_SHARE * (time.monotonic() - began)
 
 
-def test_so_does_what_follows_a_request_without_end(served: Served) -> None:
+def test_so_does_what_follows_a_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HTTP_SHARE", 0.01)  # far from what it would take, on a busy machine, too
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "kvd-http"]
     assert thread.ident is not None
     clock = time.pthread_getcpuclockid(thread.ident)
@@ -147,10 +148,10 @@ def test_so_does_what_follows_a_request_without_end(served: Served) -> None:
         began, used = time.monotonic(), time.clock_gettime(clock)
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         with contextlib.suppress(OSError):  # a slow machine has not read it within the connection's time
-            connection.sendall(bytes(16 * limits.MIB))
+            connection.sendall(bytes(4 * limits.MIB))
         used, elapsed = time.clock_gettime(clock) - used, time.monotonic() - began
     # It has not rested yet for what it read last.
-    assert 0.9 * used <= limits.HTTP_SHARE * elapsed
+    assert 0.8 * used <= limits.HTTP_SHARE * elapsed
 
 
 @pytest.mark.usefixtures("many_descriptors")
