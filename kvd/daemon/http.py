@@ -152,7 +152,7 @@ class HttpServer:
         await self._loop.sock_sendall(accepted, b"".join(parts))
         accepted.shutdown(socket.SHUT_WR)
         # Closing first would cut the answer short. The client may go on to send, as fast as it can.
-        while await self._loop.sock_recv(accepted, limits.MAX_HTTP_REQUEST_BYTES):
+        while await self._loop.sock_recv(accepted, limits.MAX_HTTP_REQUEST_BYTES):  # noqa: ASYNC110 - it reads
             await asyncio.sleep(self._rest(time.monotonic(), time.thread_time()))
 
     def _answer(self, request: h11.Request) -> _Answer:
