@@ -8,7 +8,8 @@ from pathlib import Path
 
 import ifaddr
 
-from kvd import cgroups
+from kvd import cgroups, limits
+from kvd.errors import ErrorCode, refusal
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -20,8 +21,16 @@ def boot_id() -> str:
 
 
 def raise_open_files(wanted: int) -> None:
-    """Raises the limit of open files to `wanted`, or as far as the host allows."""
+    """Raises the limit of open files to `wanted`, or as far as the host allows.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, that is below `limits.LEAST_OPEN_FILES`.
+
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < limits.LEAST_OPEN_FILES:
+        text = f"at most {hard} files may be open, and {limits.LEAST_OPEN_FILES} must be; raise LimitNOFILE (ulimit -n)"
+        raise refusal(ErrorCode.BAD_CONFIG, text)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

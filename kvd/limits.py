@@ -86,6 +86,10 @@ MAX_POOLS_PER_USER: Final = 64
 DAEMON_BYTES: Final = 64 * MIB
 """Left for the daemon itself where its cgroup has a limit: what its tables and queues grow by beside its pools."""
 
+LEAST_OPEN_FILES: Final = 256
+"""With fewer neither a daemon nor a router starts: for what it opens at the start (some 40), `MAX_HTTP_CONNECTIONS`,
+`RESERVED_DESCRIPTORS` and a few peers and workers. Where libzmq gets none, it ends the process."""
+
 RESERVED_DESCRIPTORS: Final = 64
 """The last ones that the process may have (an eighth, if that is fewer): no connection gets them, for pools, pidfds and
 logs must."""

@@ -1,11 +1,13 @@
 """What is read of the host; cgroups are made of files."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from kvd import host
+from kvd.errors import BadRequest
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,29 @@ def test_a_cgroups_quota_of_time_counts_as_fewer_cores(
     assert host.cores(tmp_path / "cgroup", tmp_path / "cgroups") == expected
     (tmp_path / "cgroup").write_text("1:cpu:/\n")
     assert host.cores(tmp_path / "cgroup", tmp_path / "cgroups") == 8
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted", "expected"),
+    [
+        (64, 4096, 1000, (1000, 4096)),
+        (64, 512, 1000, (512, 512)),
+        (64, resource.RLIM_INFINITY, 1000, (1000, resource.RLIM_INFINITY)),
+        (2000, 4096, 1000, None),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(monkeypatch, soft, hard, wanted, expected) -> None:
+    limits_set = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits_set.append(pair))
+    host.raise_open_files(wanted)
+    assert limits_set == ([expected] if expected else [])
+
+
+def test_too_few_open_files_to_start_with_are_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 255))
+    with pytest.raises(BadRequest, match=r"at most 255 files may be open, and 256 must be; raise LimitNOFILE"):
+        host.raise_open_files(1000)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

@@ -2,7 +2,8 @@
 
 It has a thread and a loop of its own, so that it still answers when the daemon's loop hangs. A connection is for one
 request and limited in time; if too many are open, the oldest of the address with the most is closed. After each
-connection it rests, so that it takes a small part of the interpreter's time, however many there are.
+connection it rests, and while it reads what follows a request, so that it takes a small part of the interpreter's time,
+however many there are.
 """
 
 import asyncio
@@ -103,7 +104,7 @@ class HttpServer:
             await asyncio.sleep(self._rest(time.monotonic(), time.thread_time()))
 
     def _rest(self, now: float, used: float) -> float:
-        """Seconds to the next connection, for this thread to have no more than its share of a core."""
+        """Seconds until it goes on, for this thread to have no more than its share of a core."""
         self._rested = max(self._rested, now) + (used - self._used) / limits.HTTP_SHARE
         self._used = used
         return self._rested - now
@@ -150,9 +151,9 @@ class HttpServer:
         ]
         await self._loop.sock_sendall(accepted, b"".join(parts))
         accepted.shutdown(socket.SHUT_WR)
-        # Closing first would cut the answer short.
-        while await self._loop.sock_recv(accepted, limits.MAX_HTTP_REQUEST_BYTES):
-            pass
+        # Closing first would cut the answer short. The client may go on to send, as fast as it can.
+        while await self._loop.sock_recv(accepted, limits.MAX_HTTP_REQUEST_BYTES):  # noqa: ASYNC110 - it reads
+            await asyncio.sleep(self._rest(time.monotonic(), time.thread_time()))
 
     def _answer(self, request: h11.Request) -> _Answer:
         if request.method not in {b"GET", b"HEAD"}:

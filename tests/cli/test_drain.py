@@ -1,7 +1,9 @@
 """`kvd drain` ends the process that listens, and no other that has its number by now."""
 
 import contextlib
+import fcntl
 import os
+import resource
 import select
 import signal
 import socket
@@ -12,8 +14,9 @@ import pytest
 
 from kvd.cli import drain
 from kvd.cli.main import main
-from kvd.errors import ErrorCode, refusal
+from kvd.errors import ErrorCode, Unavailable, refusal
 from kvd.net import inquiry, unix
+from kvd.net.stream import FrameStream
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.real
@@ -110,4 +113,21 @@ def test_a_daemon_that_does_not_answer_is_waited_for_no_longer_than_said(tmp_pat
         assert main(["drain", "--socket", path, "--timeout", "1000", "--wait", "0.5"]) == 1
     assert max(asked, default=0.0) <= 0.5
     assert "still running after" in capsys.readouterr().out
+    os.unlink(path)
+
+
+def test_an_inquiry_may_have_a_descriptor_above_1023(tmp_path):
+    path = str(tmp_path / "kvd.sock")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        with inquiry.Inquiry(path) as asked:
+            asked._connected = socket.socket(fileno=fcntl.fcntl(asked._connected, fcntl.F_DUPFD_CLOEXEC, 1024))
+            asked._stream.close()
+            asked._stream = FrameStream(asked._connected)
+            with pytest.raises(Unavailable, match="did not answer in time"):
+                asked.status(0.0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     os.unlink(path)

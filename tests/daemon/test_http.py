@@ -138,6 +138,22 @@ def test_a_flood_of_requests_takes_a_small_share_of_a_core(served: Served) -> No
     assert time.clock_gettime(clock) - used - last <= limits.HTTP_SHARE * (time.monotonic() - began)
 
 
+def test_so_does_what_follows_a_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HTTP_SHARE", 0.01)  # far from what it would take, on a busy machine, too
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "kvd-http"]
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    served.get("/livez")
+    with socket.create_connection(served.place, timeout=MOMENT) as connection:
+        began, used = time.monotonic(), time.clock_gettime(clock)
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        with contextlib.suppress(OSError):  # a slow machine has not read it within the connection's time
+            connection.sendall(bytes(4 * limits.MIB))
+        used, elapsed = time.clock_gettime(clock) - used, time.monotonic() - began
+    # It has not rested yet for what it read last.
+    assert 0.8 * used <= limits.HTTP_SHARE * elapsed
+
+
 @pytest.mark.usefixtures("many_descriptors")
 def test_two_thousand_slow_connections_take_neither_threads_nor_descriptors_nor_liveness(served: Served) -> None:
     before, threads = len(os.listdir("/proc/self/fd")), threading.enumerate()
