@@ -95,10 +95,10 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
 
     def failed(self, room: int, reason: str) -> None:
         """It has failed; its pages are the engine's."""
-        if room in self.request_status:
-            with self.failure_lock:
+        with self.failure_lock:  # a sender that is aborted lets its room go under it
+            if room in self.request_status:
                 self.failure_records.setdefault(room, reason)
-            self.update_status(room, KVPoll.Failed)
+                self.update_status(room, KVPoll.Failed)
 
     def fill(self, record: int, aux_index: int) -> None:
         """Copies what is at `aux_index` of the engine's metadata into a record."""

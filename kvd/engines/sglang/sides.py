@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender, KVTransferError
 from sglang.srt.disaggregation.utils import all_reduce_flags
 
 from kvd.client import Blocks
@@ -55,6 +55,8 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
         self._prefix = 0
         self._tokens = 0
         self._sent = False
+        self._reason = ""
+        """Why it has failed, if it was aborted and its room is not its own any more."""
         self.prompt: list[int] = []
         """Its tokens (`kvd.engines.sglang.plugin` sets them)."""
         if room == bootstrap_room:
@@ -104,15 +106,22 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
         return checksum(self.prompt)
 
     def abort(self) -> None:
-        """The engine gives the request up."""
-        if self.conclude_state is not None:
+        """The engine gives the request up. SGLang need not clear what is aborted: the room is another request's then.
+
+        Its pages are read as valid until its offer has ended, so what was sent keeps its room until it is polled.
+        """
+        if self.conclude_state == KVPoll.Success or self._reason:
             return
-        self.kv_mgr.record_failure(self.bootstrap_room, _ABORTED)
-        self.kv_mgr.call(self.kv_mgr.producer.abandon, self.bootstrap_room, _ABORTED)
-        if not self._sent:
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-            self.conclude_state = KVPoll.Failed
-            self.kv_mgr.call(self.kv_mgr.producer.forget, self.bootstrap_room)  # SGLang need not clear what is aborted
+        if self._sent and self.conclude_state is None:
+            self.kv_mgr.record_failure(self.bootstrap_room, _ABORTED)
+            self.kv_mgr.call(self.kv_mgr.producer.abandon, self.bootstrap_room, _ABORTED)
+            return
+        self.conclude_state = KVPoll.Failed
+        with self.kv_mgr.failure_lock:
+            self.kv_mgr.request_status.pop(self.bootstrap_room, None)
+            self._reason = self.kv_mgr.failure_records.pop(self.bootstrap_room, _ABORTED)
+        super().clear()
+        self.kv_mgr.call(self.kv_mgr.producer.forget, self.bootstrap_room, self._reason)
 
     def give_up(self) -> bool:
         """Another rank of this engine has failed the request: whether its pages may be read as valid still."""
@@ -121,8 +130,21 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
         self.kv_mgr.call(self.kv_mgr.producer.abandon, self.bootstrap_room, _ELSEWHERE)
         return self._sent
 
+    def failure_exception(self) -> None:
+        """Says why it has failed.
+
+        Raises:
+            KVTransferError: always.
+
+        """
+        if self._reason:
+            raise KVTransferError(self.bootstrap_room, self._reason)
+        super().failure_exception()
+
     def clear(self) -> None:
         """The engine has no such request any more."""
+        if self._reason:  # another request may have its room
+            return
         super().clear()
         self.kv_mgr.call(self.kv_mgr.producer.forget, self.bootstrap_room)
 
