@@ -65,9 +65,14 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
             self.conclude_state = KVPoll.Failed
 
     def pop_decode_prefix_len(self) -> int:
-        """Tokens that the decode side has."""
-        self._prefix = int(super().pop_decode_prefix_len())
-        return self._prefix
+        """Tokens that the decode side has; 0 if it cannot have so many, and then the request fails."""
+        prefix, page = int(super().pop_decode_prefix_len()), self.kv_mgr.kv_args.page_size
+        if prefix > len(self.prompt) or prefix % page:  # SGLang would never send the last chunk, nor give it up
+            text = f"the decode engine says that it has {prefix} tokens of a prompt of {len(self.prompt)}"
+            self.kv_mgr.call(self.kv_mgr.producer.abandon, self.bootstrap_room, f"{text}; a page has {page}")
+            prefix = 0
+        self._prefix = prefix
+        return prefix
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """The request is about to be computed: so many pages will be sent."""

@@ -212,3 +212,22 @@ def test_an_aborted_request_that_was_offered_keeps_its_room_until_its_offer_has_
     assert sender.poll() == KVPoll.WaitingForInput
     side.manager.producer._ended(side.client.offer, "withdrawn")
     assert sender.poll() == KVPoll.Failed
+
+
+@pytest.mark.parametrize("prefix", [112, 2**31 - 1, 17], ids=["beyond the prompt", "far beyond it", "no whole page"])
+def test_a_prefix_that_no_decode_engine_can_have_fails_the_request_on_both_sides(side: Side, prefix: int) -> None:
+    sender = side.wanted(prefix)
+    side.send(sender)
+    assert sender.poll() == KVPoll.Failed
+    assert not side.client.offers
+    (refused,) = side.told
+    assert f"it has {prefix} tokens of a prompt of 100; a page has 16" in refused.reason
+    with pytest.raises(KVTransferError, match=f"it has {prefix} tokens"):
+        sender.failure_exception()
+
+
+def test_a_prefix_of_whole_pages_is_not_sent(side: Side) -> None:
+    sender = side.wanted(96)
+    side.send(sender)
+    pages, _ = side.client.offers[side.client.offer]
+    assert (pages.first, len(pages.ids)) == (6, 1)
