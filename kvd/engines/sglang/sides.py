@@ -172,6 +172,7 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
     def expect(self, prompt: list[int], host: str | None, vocabulary: int) -> None:
         """The tokens of the request, and where it is to be found: `kvd.engines.sglang.plugin` calls this first."""
         self._prompt = checksum(prompt)
+        self.kv_mgr.vocabulary = vocabulary
         if self.bootstrap_addr.startswith(HANDED) and self.conclude_state is None:
             try:
                 self._handoff = read(host or "")

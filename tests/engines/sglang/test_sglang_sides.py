@@ -231,3 +231,29 @@ def test_a_prefix_of_whole_pages_is_not_sent(side: Side) -> None:
     side.send(sender)
     pages, _ = side.client.offers[side.client.offer]
     assert (pages.first, len(pages.ids)) == (6, 1)
+
+
+@pytest.mark.parametrize(("token", "state"), [(9, KVPoll.Success), (10, KVPoll.Failed), (-1, KVPoll.Failed)])
+def test_a_record_whose_first_token_the_model_does_not_have_fails_its_request(
+    side: Side, token: int, state: KVPoll
+) -> None:
+    manager = side.manager
+    manager.vocabulary = 10
+    manager._metadata = SimpleNamespace(copy_in=lambda *_: token)
+    manager._record = lambda _: None
+    manager.update_status(ROOM, KVPoll.Bootstrapping)
+    manager.landed(ROOM, 0, 3)
+    assert manager.request_status[ROOM] == state
+    assert ("is not one of the 10" in manager.failure_records.get(ROOM, "")) == (state == KVPoll.Failed)
+
+
+@pytest.mark.parametrize(("policy", "refused"), [("prefill_complete", True), ("eager", False)])
+def test_a_decode_server_that_would_reserve_pages_only_after_the_prefill_is_refused_at_its_start(
+    sglang: dict[str, Any], policy: str, refused: bool
+) -> None:
+    manager = sglang["manager"]
+    manager.get_disagg.return_value = SimpleNamespace(disaggregation_decode_allocation_policy=policy)
+    attached = MagicMock(cache=MagicMock(record_bytes=16))
+    text = "--disaggregation-decode-allocation-policy prefill_complete" if refused else "8 bytes go with a request"
+    with pytest.raises(BadRequest, match=text):
+        manager._check(SimpleNamespace(state_types=[]), attached, SimpleNamespace(record_bytes=8))
