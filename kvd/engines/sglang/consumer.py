@@ -243,7 +243,13 @@ class Consumer:
         self._pull(room, ticket, (*room.blocks, Blocks(RECORDS, 0, [record])))
 
     def _pull(self, room: _Room, ticket: str, blocks: tuple[Blocks, ...]) -> None:
-        if room.after is not None and not room.after.query():
+        try:
+            may_write = room.after is not None and not room.after.query()
+        except Exception as error:  # noqa: BLE001 - whatever torch raises of a GPU's context that is lost
+            may_write = False
+            if not room.failure:
+                self.abandon(room.number, f"whether earlier kernels write to its pages is not known: {error!r}")
+        if room.after is not None and may_write:
             self._engine.call_after(room.after, lambda: self._pull(room, ticket, blocks))
             return
         if room.failure:  # it was abandoned meanwhile

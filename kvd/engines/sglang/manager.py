@@ -36,6 +36,8 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
     """A worker's session with its daemon."""
 
     forward_stream: Any = None
+    vocabulary = 0
+    """Tokens of the model, once a decode engine has a request."""
 
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
@@ -90,15 +92,17 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
         if isinstance(record, FirstToken):
             self._metadata.write(aux_index, room, record)
         else:
-            self._metadata.copy_in(aux_index, self._record(record))
+            token = self._metadata.copy_in(aux_index, self._record(record))
+            if not 0 <= token < self.vocabulary:  # the engine would index with it
+                self.failed(room, f"token {token} is not one of the {self.vocabulary} of this model")
         self.update_status(room, KVPoll.Success)
 
     def failed(self, room: int, reason: str) -> None:
         """It has failed; its pages are the engine's."""
-        if room in self.request_status:
-            with self.failure_lock:
+        with self.failure_lock:  # a sender that is aborted lets its room go under it
+            if room in self.request_status:
                 self.failure_records.setdefault(room, reason)
-            self.update_status(room, KVPoll.Failed)
+                self.update_status(room, KVPoll.Failed)
 
     def fill(self, record: int, aux_index: int) -> None:
         """Copies what is at `aux_index` of the engine's metadata into a record."""
@@ -166,6 +170,9 @@ def _check(args: Any, attached: memory.Attached, metadata: Metadata) -> None:
     if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
         text = "SGLANG_DISAGG_STAGING_BUFFER is set, which stages for SGLang's own backends; unset it beside kvd"
         raise refusal(ErrorCode.BAD_SPEC, text)
+    if get_disagg().disaggregation_decode_allocation_policy == "prefill_complete":
+        text = "--disaggregation-decode-allocation-policy prefill_complete: the backend kvd has decode engines reserve"
+        raise refusal(ErrorCode.BAD_SPEC, f"{text} pages before a prefill is complete; leave the flag out")
     if metadata.record_bytes != attached.cache.record_bytes:
         text = f"{metadata.record_bytes} bytes go with a request beside its cache, {attached.cache.record_bytes} are "
         raise refusal(ErrorCode.BAD_SPEC, f"{text}expected: does a drafter hand on hidden states? Serve without it")

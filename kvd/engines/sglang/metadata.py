@@ -31,12 +31,13 @@ class Metadata:
         """Copies the rows of this number into a record."""
         record.copy_(torch.cat([rows[number] for rows in self._rows]))
 
-    def copy_in(self, number: int, record: torch.Tensor) -> None:
-        """Copies a record into the rows of this number."""
+    def copy_in(self, number: int, record: torch.Tensor) -> int:
+        """Copies a record into the rows of this number, and returns its first token."""
         held, offset = record.cpu(), 0
         for rows, length in zip(self._rows, self._lengths, strict=True):
             rows[number].copy_(held[offset : offset + length])
             offset += length
+        return int(self._rows[_OUTPUT_IDS][number].view(torch.int32)[0])
 
     def write(self, number: int, room: int, first: FirstToken) -> None:
         """Writes what an engine of another kind has told into the rows of this number: nothing was cached there."""

@@ -166,13 +166,13 @@ class Producer:
         if room is not None:
             self._end(number, room, reason)
 
-    def forget(self, number: int) -> None:
+    def forget(self, number: int, reason: str = "the prefill engine has dropped the request") -> None:
         """The engine has no such request any more."""
         room = self._rooms.pop(number, None)
         self._early -= self._unexpected.pop(number, 0)
         if room is not None and not room.sent:
             room.expected = False
-            self._end(number, room, "the prefill engine has dropped the request")
+            self._end(number, room, reason)
 
     # --- from elsewhere ---------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender, KVTransferError
 from sglang.srt.disaggregation.utils import all_reduce_flags
 
 from kvd.client import Blocks
@@ -55,6 +55,8 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
         self._prefix = 0
         self._tokens = 0
         self._sent = False
+        self._reason = ""
+        """Why it has failed, if it was aborted and its room is not its own any more."""
         self.prompt: list[int] = []
         """Its tokens (`kvd.engines.sglang.plugin` sets them)."""
         if room == bootstrap_room:
@@ -63,9 +65,14 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
             self.conclude_state = KVPoll.Failed
 
     def pop_decode_prefix_len(self) -> int:
-        """Tokens that the decode side has."""
-        self._prefix = int(super().pop_decode_prefix_len())
-        return self._prefix
+        """Tokens that the decode side has; 0 if it cannot have so many, and then the request fails."""
+        prefix, page = int(super().pop_decode_prefix_len()), self.kv_mgr.kv_args.page_size
+        if prefix > len(self.prompt) or prefix % page:  # SGLang would never send the last chunk, nor give it up
+            text = f"the decode engine says that it has {prefix} tokens of a prompt of {len(self.prompt)}"
+            self.kv_mgr.call(self.kv_mgr.producer.abandon, self.bootstrap_room, f"{text}; a page has {page}")
+            prefix = 0
+        self._prefix = prefix
+        return prefix
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """The request is about to be computed: so many pages will be sent."""
@@ -104,15 +111,22 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
         return checksum(self.prompt)
 
     def abort(self) -> None:
-        """The engine gives the request up."""
-        if self.conclude_state is not None:
+        """The engine gives the request up. SGLang need not clear what is aborted: the room is another request's then.
+
+        Its pages are read as valid until its offer has ended, so what was sent keeps its room until it is polled.
+        """
+        if self.conclude_state == KVPoll.Success or self._reason:
             return
-        self.kv_mgr.record_failure(self.bootstrap_room, _ABORTED)
-        self.kv_mgr.call(self.kv_mgr.producer.abandon, self.bootstrap_room, _ABORTED)
-        if not self._sent:
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-            self.conclude_state = KVPoll.Failed
-            self.kv_mgr.call(self.kv_mgr.producer.forget, self.bootstrap_room)  # SGLang need not clear what is aborted
+        if self._sent and self.conclude_state is None:
+            self.kv_mgr.record_failure(self.bootstrap_room, _ABORTED)
+            self.kv_mgr.call(self.kv_mgr.producer.abandon, self.bootstrap_room, _ABORTED)
+            return
+        self.conclude_state = KVPoll.Failed
+        with self.kv_mgr.failure_lock:
+            self.kv_mgr.request_status.pop(self.bootstrap_room, None)
+            self._reason = self.kv_mgr.failure_records.pop(self.bootstrap_room, _ABORTED)
+        super().clear()
+        self.kv_mgr.call(self.kv_mgr.producer.forget, self.bootstrap_room, self._reason)
 
     def give_up(self) -> bool:
         """Another rank of this engine has failed the request: whether its pages may be read as valid still."""
@@ -121,8 +135,21 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
         self.kv_mgr.call(self.kv_mgr.producer.abandon, self.bootstrap_room, _ELSEWHERE)
         return self._sent
 
+    def failure_exception(self) -> None:
+        """Says why it has failed.
+
+        Raises:
+            KVTransferError: always.
+
+        """
+        if self._reason:
+            raise KVTransferError(self.bootstrap_room, self._reason)
+        super().failure_exception()
+
     def clear(self) -> None:
         """The engine has no such request any more."""
+        if self._reason:  # another request may have its room
+            return
         super().clear()
         self.kv_mgr.call(self.kv_mgr.producer.forget, self.bootstrap_room)
 
@@ -145,6 +172,7 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
     def expect(self, prompt: list[int], host: str | None, vocabulary: int) -> None:
         """The tokens of the request, and where it is to be found: `kvd.engines.sglang.plugin` calls this first."""
         self._prompt = checksum(prompt)
+        self.kv_mgr.vocabulary = vocabulary
         if self.bootstrap_addr.startswith(HANDED) and self.conclude_state is None:
             try:
                 self._handoff = read(host or "")

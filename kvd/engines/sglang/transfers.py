@@ -6,6 +6,7 @@ run on this one.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -101,11 +102,12 @@ class Transfers:
                 self._loop.call_later(_AGAIN_SECONDS, self.cancel, name)
 
     def call_after(self, kernels: Kernels, call: Callable[[], None]) -> None:
-        """Calls it on this thread once the kernels have ended."""
+        """Calls it on this thread once the kernels have ended, or nobody can know: who is called asks again."""
 
         async def wait() -> None:
-            while not kernels.query():  # noqa: ASYNC110 - CUDA tells nobody
-                await asyncio.sleep(_LOOKS_SECONDS)
+            with contextlib.suppress(Exception):
+                while not kernels.query():  # noqa: ASYNC110 - CUDA tells nobody
+                    await asyncio.sleep(_LOOKS_SECONDS)
             call()
 
         self._start(wait())

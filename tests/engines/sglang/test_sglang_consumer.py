@@ -11,7 +11,7 @@ from kvd.engines.sglang.consumer import Consumer
 from kvd.engines.sglang.handoff import FirstToken, Handoff, Params
 from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
 from kvd.errors import ErrorCode, KvdError, refusal
-from kvd.limits import MAX_RANKS
+from kvd.limits import MAX_RANKS, MAX_TRANSFER_RECORDS
 from kvd.protocol import ticket as tickets
 from kvd.protocol.ticket import Ticket, TicketRank
 
@@ -303,6 +303,33 @@ def test_nothing_is_pulled_into_pages_to_which_an_earlier_steps_kernels_may_writ
     (call,) = side.engine.later
     call()
     assert side.client.pulls == {side.client.name: PAGES}
+
+
+class Lost(Running):
+    """Of the GPU's context nothing is known any more."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_request_fails_and_gives_its_record_back_if_of_an_earlier_steps_kernels_nothing_is_known(
+    side: Side, aborted: bool, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels: Running = Running() if later else Lost()
+    side.consumer.take(ROOM, Handoff(HANDED.params), PAGES, aux_index=9, after=kernels)
+    if later:
+        if aborted:
+            side.consumer.abandon(ROOM, "aborted")
+        monkeypatch.setattr(kernels, "query", Lost().query)
+        (call,) = side.engine.later
+        call()
+    ((what, room, reason),) = side.engine.heard
+    assert (what, room) == ("failed", ROOM)
+    assert ("aborted" if aborted and later else "illegal memory access") in reason
+    assert list(side.client.pulls.values()) == [()]  # let go
+    assert len(side.consumer._records._free) == MAX_TRANSFER_RECORDS
 
 
 def test_a_request_that_is_aborted_before_those_kernels_end_is_let_go_then(side: Side) -> None:

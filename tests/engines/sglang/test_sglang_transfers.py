@@ -133,3 +133,21 @@ def test_an_event_that_meets_a_defect_fails_its_room_and_those_behind_it_are_hea
     assert half.second.wait(MOMENT)
     assert half.abandoned == [(7, "a defect: RuntimeError('odd')")]
     assert "Traceback" in caplog.text
+
+
+class Kernels:
+    """Run once more, and then nothing is known of them."""
+
+    def __init__(self) -> None:
+        self._answers = [False]
+
+    def query(self) -> bool:
+        if self._answers:
+            return self._answers.pop()
+        raise RuntimeError("CUDA error")
+
+
+def test_who_waits_for_kernels_of_which_nothing_is_known_any_more_is_called(transfers: Any) -> None:
+    called = threading.Event()
+    transfers.call(transfers.call_after, Kernels(), called.set)
+    assert called.wait(MOMENT)
