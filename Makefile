@@ -18,7 +18,8 @@ SGLANG_BIN  := $(SGLANG_VENV)/bin
 
 .PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang demo-across quick quick-plans quick-actors test \
   test-whole test-bytes test-served test-rest test-vllm test-sglang test-all test-together \
-  test-together-pure test-together-real test-together-hosts test-alone test-vllm-all test-sglang-all test-across test-deploy gpu-check gpu-wheels \
+  test-together-pure test-together-real test-together-hosts test-together-engines test-alone test-vllm-all \
+  test-sglang-all test-across test-deploy gpu-check gpu-wheels \
   check lock clean
 
 setup: $(VENV)/installed
@@ -123,10 +124,13 @@ test-sglang: setup-sglang
 # (.ci/tools installs them); tests are skipped if one is missing. Leave the machine alone meanwhile: some are timed.
 test-all: test-together test-alone
 
-# Four at a time keep two cores busy: real servers and daemons wait a good part of their time.
+# Four at a time keep two cores busy: daemons wait a good part of their time. Engines do not, and come one after another.
 test-together: setup setup-vllm setup-sglang
-	@$(MAKE) --no-print-directory --jobs=4 --keep-going --output-sync=target test-vllm-all test-together-real \
-	  test-together-hosts test-together-pure test-sglang-all test-across
+	@$(MAKE) --no-print-directory --jobs=4 --keep-going --output-sync=target test-together-engines \
+	  test-together-real test-together-hosts test-together-pure
+
+test-together-engines:
+	@$(MAKE) --no-print-directory --jobs=1 --keep-going test-vllm-all test-sglang-all test-across
 
 test-together-pure: setup
 	$(BIN)/python -m pytest -m "not alone and not real"

@@ -358,6 +358,9 @@ MAX_COMMAND_SECONDS: Final = 86_400.0
 MAX_PEERS: Final = 4096
 """Daemons that one daemon talks to."""
 
+MAX_PEERS_FILE_BYTES: Final = KIB * MAX_PEERS
+"""The file that lists them: for each a name, an address with its key, and a comment."""
+
 MAX_PEERS_PER_WORKER: Final = MAX_PEERS // 2
 """Of those, the ones that pulls of one worker led to: a ticket names up to `MAX_RANKS` addresses, perhaps made up."""
 

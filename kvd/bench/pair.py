@@ -17,13 +17,15 @@ from kvd.bench.raw import RawAgent
 from kvd.bench.spec import flat_spec, pattern
 from kvd.client import Blocks, Done, Worker
 from kvd.errors import ErrorCode, refusal
+from kvd.layout import CacheSpec
 from kvd.plan import Descriptors, Planner, Span, route
 from kvd.processes import Child, Processes
 from kvd.transport.nixl.poll_interval import PROMPT, RECENT
 
 R = TypeVar("R", Attached, Offered, RawOpened, Closed)
 
-_START_SECONDS = 60.0
+_START_SECONDS = 120.0
+_LOOK_SECONDS = 0.05
 _PULL_SECONDS = 120.0
 _PORT = 7710
 
@@ -40,7 +42,7 @@ class Pool:
         self.name, self.blocks, self.block_bytes = name, blocks, block_bytes
         self._pair, self._layers, self._cross_layer = pair, layers, cross_layer
         spec = flat_spec(blocks, block_bytes, layers, cross_layer=cross_layer)
-        self.worker = Worker.attach(str(pair.sockets["consumer"]), name=name, spec=spec, timeout=_START_SECONDS)
+        self.worker = pair.attach("consumer", name, spec)
         self.bytes: NDArray[np.uint8] = np.frombuffer(self.worker.pool, dtype=np.uint8).reshape(-1, block_bytes)
         attach = Attach(str(pair.sockets["producer"]), name, blocks, block_bytes, layers, cross_layer)
         attached = pair.ask(attach, Attached)
@@ -175,6 +177,20 @@ class Pair:
             flags = ["--listen", f"tcp://{address}:{_PORT}", "--insecure", "--unprotected-transport", address]
         within = [*self._within(side), *self._daemons_within]
         return self._processes.start_daemon(f"bench-{side}", self.sockets[side], *flags, within=within)
+
+    def attach(self, side: str, name: str, spec: CacheSpec) -> Worker:
+        """A worker of this process at the daemon of `side`.
+
+        Raises:
+            KvdError: as `Worker.attach`.
+            ProcessEndedError: the daemon has ended.
+
+        """
+        socket, until = self.sockets[side], time.monotonic() + _START_SECONDS
+        while not socket.exists() and time.monotonic() < until:
+            if self.daemons[side].wait(_LOOK_SECONDS):
+                raise self.daemons[side].ended()
+        return Worker.attach(str(socket), name=name, spec=spec, timeout=_START_SECONDS)
 
     @property
     def remote(self) -> bool:

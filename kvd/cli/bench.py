@@ -15,6 +15,7 @@ from kvd.bench.pair import Pair
 from kvd.bench.spinners import Spinners
 from kvd.cli.arguments import seconds
 from kvd.errors import ErrorCode, refusal
+from kvd.processes import ProcessEndedError
 
 _WINDOW = 32
 """Small pulls open at a time: about as many as a busy decode engine has waiting for their KV."""
@@ -60,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
         raise refusal(ErrorCode.BAD_CONFIG, "--yield is about the processes of --busy: say how many, --busy 2")
     if args.device is not None and (args.busy or args.within or args.plot):
         raise refusal(ErrorCode.BAD_CONFIG, "--device measures neither --busy nor --within, and draws no --plot")
-    figures = _on_gpu(args) if args.device is not None else _with_pair(args)
+    try:
+        figures = _on_gpu(args) if args.device is not None else _with_pair(args)
+    except ProcessEndedError as error:
+        raise refusal(ErrorCode.INTERNAL, str(error)) from error
     report.write_json(args.json, {"busy": args.busy, "yield": args.yielding, "within": args.within, **figures})
     return 0
 

@@ -30,7 +30,6 @@ class AsyncWorker(WaitingSession):
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._waiters: set[asyncio.Future[None]] = set()
-        self._closed = False
         driver.on_descriptors = self._watch
         driver.on_request = lambda: self._turn_at(0.0)  # others may be waiting
 
@@ -81,9 +80,8 @@ class AsyncWorker(WaitingSession):
 
     def close(self) -> None:
         """Like `Worker.close`; cancels those who wait."""
-        if self._closed:
+        if self._driver.closed:
             return
-        self._closed = True
         self._watch(())
         if self._timer is not None:
             self._timer.cancel()

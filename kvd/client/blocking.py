@@ -76,7 +76,12 @@ class Worker(WaitingSession):
         return self._run(self._asking_status(timeout))
 
     def wait(self, timeout: float) -> list[Event]:
-        """Like `poll`, but waits up to `timeout` seconds for the first event."""
+        """Like `poll`, but waits up to `timeout` seconds for the first event.
+
+        Raises:
+            BadRequest: `WRONG_STATE`, the worker is closed, and all events were taken.
+
+        """
         return self._run(self._waiting(timeout))
 
     def detach(self, timeout: float = 10.0) -> None:

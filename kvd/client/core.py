@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterable
 
-from kvd.client.events import Blocks, DaemonError, Disconnected, Event, NotExtended, Reattached, listed, name_of, spans
+from kvd.client.events import Blocks, DaemonError, Disconnected, Event, Reattached, listed, spans
 from kvd.client.requests.calls import Calls, Kind
+from kvd.client.requests.event_queue import EventQueue
 from kvd.client.requests.inbox import Inbox
 from kvd.client.requests.offers import Offers
 from kvd.client.requests.pulls import Pulls
@@ -12,13 +13,14 @@ from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
 from kvd.protocol import codec
 from kvd.protocol import ticket as tickets
 from kvd.protocol import worker as wire
-from kvd.protocol.ticket import Ticket, TicketRank, growing
 
 
 class Core:
     """One worker's session, except its sockets."""
 
     def __init__(self, name: str) -> None:
+        self.events = EventQueue()
+        """`take_events` takes them."""
         self._name = name
         self._attached: wire.Attached | None = None
         self._connected = False
@@ -27,11 +29,6 @@ class Core:
         self._calls = Calls()
         self._cancelled: list[str] = []
         """Requests whose cancel may have been lost with the last session."""
-        self._events: list[Event] = []
-        self._untold: set[str] = set()
-        """What the events are about: none of these names is free yet."""
-        self._awaited: dict[str, list[Event]] = {}
-        """Offers whose answer a caller waits for, and what has come of them."""
         self._frames: list[bytes] = []
         self._inbox = Inbox()
         self._unknown: list[tuple[int, str]] = []
@@ -68,7 +65,7 @@ class Core:
         """The frame of an offer. One that `grows` has no tokens and no blocks yet."""
         self._check_new(offer)
         call = self._calls.draw()
-        frame = _checked(wire.Offer(call, offer, tokens, spans(blocks), ttl, secret, consumers, grows))
+        frame = _frame_of(wire.Offer(call, offer, tokens, spans(blocks), ttl, secret, consumers, grows))
         self._calls.begin(call, Kind.OFFER, offer)
         self._offers.add(offer)
         return frame
@@ -79,7 +76,7 @@ class Core:
         if offer not in self._offers:
             raise refusal(ErrorCode.UNKNOWN_REQUEST, f"no offer of this worker is called {offer!r}; it may have ended")
         call = self._calls.draw()
-        frame = _checked(wire.Extend(call, offer, tokens, spans(blocks), closes))
+        frame = _frame_of(wire.Extend(call, offer, tokens, spans(blocks), closes))
         self._calls.begin(call, Kind.EXTEND, offer)
         return frame
 
@@ -99,7 +96,7 @@ class Core:
         self._check_new(request)
         kept = listed(blocks)
         call = self._calls.draw()
-        frame = _checked(wire.Pull(call, request, ticket, spans(kept), timeout, traceparent, consumer, hold))
+        frame = _frame_of(wire.Pull(call, request, ticket, spans(kept), timeout, traceparent, consumer, hold))
         self._calls.begin(call, Kind.PULL, request)
         self._pulls.add(request, kept, now + timeout)
         return frame
@@ -111,14 +108,9 @@ class Core:
             raise refusal(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer of this worker is called {request!r}")
         return self._cancel(request, Kind.CANCEL)
 
-    def await_answer(self, offer: str) -> None:
-        """A caller waits for the answer to the offer made last: it is no event for others."""
-        self._awaited[offer] = []
-
-    def end_await(self, offer: str, *, answered: bool) -> None:
-        """Nobody waits for it any more. If it was not `answered`, it is withdrawn; its end comes as an event."""
-        self._tell(self._awaited.pop(offer))
-        if answered or offer not in self._offers:
+    def withdraw_unanswered(self, offer: str) -> None:
+        """Nobody waits for the answer to this offer any more: withdraws it; its end comes as an event."""
+        if offer not in self._offers:
             return
         if self._connected:
             self._frames.append(self._cancel(offer, Kind.SETTLE))
@@ -134,13 +126,13 @@ class Core:
     def ticket(self, offer: str, tokens: int, blocks: Iterable[Blocks], secret: bytes) -> str:
         """Makes a ticket for this offer without asking the daemon."""
         attached = self.attached
-        rank = TicketRank(attached.daemon, attached.address, attached.incarnation, self._name, offer, 0, secret)
-        return tickets.checked(Ticket(tokens, (rank,), (spans(blocks),)))
+        rank = tickets.TicketRank(attached.daemon, attached.address, attached.incarnation, self._name, offer, 0, secret)
+        return tickets.checked(tickets.Ticket(tokens, (rank,), (spans(blocks),)))
 
     def growing_ticket(self, offer: str, secret: bytes) -> str:
         """Makes a ticket for this offer, which grows."""
         attached = self.attached
-        return growing(
+        return tickets.growing(
             daemon=attached.daemon,
             address=attached.address,
             pool=self._name,
@@ -189,7 +181,7 @@ class Core:
         again = [request for request in self._cancelled if request in self._offers or request in self._pulls]
         for request in dict.fromkeys((*self._offers.unanswered(), *self._pulls.overdue(), *again)):
             self._frames.append(self._cancel(request, Kind.SETTLE))
-        self._tell([Reattached(attached.incarnation, same)])
+        self.events.put([Reattached(attached.incarnation, same)])
 
     def on_disconnected(self, error: KvdError) -> None:
         """The session ended; requests stay open: see `kvd.client.requests.pulls`."""
@@ -204,18 +196,18 @@ class Core:
         for call, (kind, _) in lost.items():
             if kind is Kind.STATUS:
                 self._reports[call] = refusal(ErrorCode.DAEMON_LOST, error.text)
-        self._tell([Disconnected(error.code, error.text)])
+        self.events.put([Disconnected(error.code, error.text)])
 
     def on_refused(self, error: KvdError) -> None:
         """The daemon refuses to attach this worker again, or somebody else listens in its place; says so once."""
         if self._refusal != error.text:
             self._refusal = error.text
-            self._tell([Disconnected(error.code, error.text)])
+            self.events.put([Disconnected(error.code, error.text)])
 
     def on_daemon_gone(self) -> None:
         """The daemon's process has ended: ends every request."""
-        self._tell(self._pulls.daemon_gone())
-        self._tell(self._offers.daemon_gone())
+        self.events.put(self._pulls.daemon_gone())
+        self.events.put(self._offers.daemon_gone())
 
     def on_frame(self, frame: bytes, now: float) -> None:
         """A frame of the daemon.
@@ -230,7 +222,7 @@ class Core:
             case wire.Offered(call, ticket):
                 kind, request = self._calls.answered(call)
                 if kind is Kind.OFFER:
-                    self._tell(self._offers.offered(request, ticket))
+                    self.events.put(self._offers.offered(request, ticket))
             case wire.Extended(call):
                 self._calls.ended(call)
             case wire.Error() as error:
@@ -245,7 +237,7 @@ class Core:
         if now < self._pulls.next_expiry:
             return
         for event in self._pulls.expire(now):
-            self._tell([event])
+            self.events.put([event])
             if self._connected:
                 self._frames.append(self._cancel(event.request, Kind.SETTLE))
 
@@ -263,14 +255,7 @@ class Core:
     def take_events(self) -> list[Event]:
         """The events since the last call, which count as delivered from now on."""
         self._inbox.hand_out()  # notifications without an event, too
-        events, self._events = self._events, []
-        self._untold.clear()
-        return events
-
-    def take_answer(self, offer: str) -> Event | None:
-        """The answer to an offer that is awaited, once it is there."""
-        come = self._awaited[offer]
-        return come.pop(0) if come else None
+        return self.events.take()
 
     def take_frames(self, now: float) -> list[bytes]:
         """The core's own frames: an acknowledgement, and queries about requests that seem lost."""
@@ -288,21 +273,12 @@ class Core:
         if not self._connected:
             raise refusal(ErrorCode.DAEMON_LOST, "the daemon cannot be reached; poll() until `Reattached`")
 
-    def _tell(self, events: Iterable[Event]) -> None:
-        for event in events:
-            name = name_of(event)
-            if name in self._awaited and not isinstance(event, NotExtended):
-                self._awaited[name].append(event)
-            else:
-                self._events.append(event)
-                self._untold.add(name)
-
     def _check_new(self, request: str) -> None:
         self._check_connected()
         if request in self._pulls or request in self._offers:
             text = f"{request!r} names an open pull or offer of this worker; use a new name"
             raise refusal(ErrorCode.DUPLICATE_REQUEST, text)
-        if request in self._untold:  # its events would be taken for those of the next one
+        if request in self.events:  # its events would be taken for those of the next one
             text = f"{request!r} names a pull or offer of which poll() has more to tell; poll first, or use a new name"
             raise refusal(ErrorCode.DUPLICATE_REQUEST, text)
 
@@ -318,10 +294,10 @@ class Core:
     def _notified(self, batch: wire.Notifications, now: float) -> None:
         for item in self._inbox.take(batch, now):
             if isinstance(item, wire.Released):
-                self._tell(self._offers.released(item.offer, item.reason))
+                self.events.put(self._offers.released(item.offer, item.reason))
                 self._forget(item.offer)
             else:
-                self._tell(self._pulls.notified(item))
+                self.events.put(self._pulls.notified(item))
                 self._forget(item.request)
         self._end_unknown()
 
@@ -330,13 +306,13 @@ class Core:
         match kind:
             case None:
                 if error.call == 0:
-                    self._tell([DaemonError(error.code, error.text)])
+                    self.events.put([DaemonError(error.code, error.text)])
             case Kind.OFFER:
-                self._tell(self._offers.refused(request, error.code, error.text))
+                self.events.put(self._offers.refused(request, error.code, error.text))
             case Kind.EXTEND:
-                self._tell(self._offers.not_extended(request, error.code, error.text))
+                self.events.put(self._offers.not_extended(request, error.code, error.text))
             case Kind.PULL:
-                self._tell(self._pulls.refused(request, error.code, error.text))
+                self.events.put(self._pulls.refused(request, error.code, error.text))
             case Kind.SETTLE:
                 if error.upcoming:
                     self._unknown.append((error.upcoming, request))
@@ -355,12 +331,12 @@ class Core:
         ended = [request for upcoming, request in self._unknown if upcoming <= self._inbox.expected]
         self._unknown = [(upcoming, request) for upcoming, request in self._unknown if upcoming > self._inbox.expected]
         for request in ended:
-            self._tell(self._offers.unknown(request))
-            self._tell(self._pulls.unknown(request))
+            self.events.put(self._offers.unknown(request))
+            self.events.put(self._pulls.unknown(request))
             self._forget(request)
 
 
-def _checked(message: wire.Request) -> bytes:
+def _frame_of(message: wire.Request) -> bytes:
     """The frame of `message`, decoded as a check: the daemon could not tell which request an unreadable one was."""
     frame = codec.encode(message)
     codec.worker_requests.decode(frame)

@@ -70,7 +70,7 @@ class Driver:
         self.pool: Pool | None = None
         self.failed: KvdError | None = None
         """Why the daemon no longer accepts this worker; requests raise it."""
-        self.detached = False
+        self.detached = self.closed = False
         self.on_descriptors: Callable[[tuple[int, ...]], None] = lambda _filenos: None
         """Called with the descriptors to wait on for reading, whenever they change."""
         self.on_request: Callable[[], None] = lambda: None
@@ -82,7 +82,6 @@ class Driver:
         self._pool_bytes = pool_bytes
         self._poller = dependencies.poller
         self._watched: tuple[int, ...] = ()
-        self._closed = False
         self._outbox: deque[bytes] = deque()
         self._last_error: KvdError | None = None
         self._lent_by = 0
@@ -171,8 +170,10 @@ class Driver:
 
     def end_await(self, offer: str, *, answered: bool) -> None:
         """Nobody waits for the answer to an offer any more; one without is withdrawn now."""
-        self.core.end_await(offer, answered=answered)
-        if self._closed:
+        self.core.events.end_await(offer)
+        if not answered:
+            self.core.withdraw_unanswered(offer)
+        if self.closed:
             return
         if self.connected:
             self._send_frames(time.monotonic())
@@ -192,9 +193,9 @@ class Driver:
 
     def close(self) -> None:
         """Closes the sockets and the pool; a second call does nothing."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         if self.connected:
             self._send_frames(math.inf)
         self._watch(())
@@ -208,7 +209,7 @@ class Driver:
     @property
     def _looks_for_daemon(self) -> bool:
         """Whether it attaches again, or, if it may not, waits for the daemon's end, with which its requests end."""
-        return not self._closed and (self.failed is None or self.core.has_requests)
+        return not self.closed and (self.failed is None or self.core.has_requests)
 
     def _look(self, now: float) -> None:
         """After a standstill of this process or its engine, what came in time may wait in a socket: it gets a moment.

@@ -38,7 +38,7 @@ class WaitingSession(Session):
         """The ticket of the offer that `request` makes."""
         until = self._deadline(timeout)
         request()
-        self._driver.core.await_answer(offer)
+        self._driver.core.events.await_answer(offer)
         answer = None
         try:
             answer = yield from self._until(lambda: self._take_answer(offer), until)
@@ -70,8 +70,7 @@ class WaitingSession(Session):
         return cast("dict[str, Any]", msgspec.to_builtins(decode(report)))
 
     def _waiting(self, timeout: float) -> Waits[list[Event]]:
-        events = yield from self._until(lambda: self._driver.core.take_events() or None, self._deadline(timeout))
-        return events or []
+        return (yield from self._until(self._take_events, self._deadline(timeout))) or []
 
     def _detaching(self, timeout: float) -> Waits[None]:
         until = self._deadline(timeout)
@@ -109,9 +108,15 @@ class WaitingSession(Session):
         self._driver.check()
         return self._driver.connected or None
 
+    def _take_events(self) -> list[Event] | None:
+        events = self._driver.core.take_events()
+        if not events and self._driver.closed:  # there will be none
+            self._driver.check()
+        return events or None
+
     def _take_answer(self, offer: str) -> Event | None:
         self._driver.check()
-        return self._driver.core.take_answer(offer)
+        return self._driver.core.events.take_answer(offer)
 
     def _take_detached(self) -> bool | None:
         if self._driver.detached:

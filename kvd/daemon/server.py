@@ -61,8 +61,8 @@ class Daemon:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._escaped)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled, number)
-        loop.add_signal_handler(signal.SIGHUP, partial(self._log.info, "nothing to read again", signal="SIGHUP"))
+            _on_signal(loop, number, partial(self._signalled, number))
+        _on_signal(loop, signal.SIGHUP, partial(self._log.info, "nothing to read again", signal="SIGHUP"))
         await wait_for_predecessor(self.config, self._stopping, self._notifier)
         if not self._stopping.is_set():
             await self._run(loop)
@@ -96,7 +96,7 @@ class Daemon:
         )
         watchdog.start()
         if trust is not None:
-            loop.add_signal_handler(signal.SIGHUP, self._reload, trust, actors.peer_server, directory)
+            _on_signal(loop, signal.SIGHUP, partial(self._reload, trust, actors.peer_server, directory))
         self._store.drop_unclaimed_after(loop, config.pool_linger)
         directory.start()
         gc.freeze()  # what was imported stays; to look through it again and again stopped the loop for 0.1 s
@@ -222,6 +222,16 @@ class Daemon:
             processor=parts.processor.status(),
             totals=self.metrics.totals(time.monotonic()),
         )
+
+
+def _on_signal(loop: asyncio.AbstractEventLoop, number: int, call: Callable[[], None]) -> None:
+    """Calls `call` on the loop, once for each signal.
+
+    uvloop's `add_signal_handler` may call twice if another signal comes just then, as it learns of each in two ways
+    (0.23, `Loop._invoke_signals`). SIGHUP and SIGTERM together would then end a drain that has just begun.
+    """
+    signal.signal(number, lambda *_: loop.call_soon_threadsafe(call))
+    signal.siginterrupt(number, False)  # system calls go on, as with asyncio's own
 
 
 def _in_order(parts: Opened) -> Parts:

@@ -16,7 +16,6 @@ from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.trust import Trust
 from kvd.protocol.address import check_mutual, is_everywhere
 
-MAX_FILE_BYTES: Final = 1024 * limits.MAX_PEERS
 _COMMENT: Final = re.compile(r"(^|\s)#.*")
 
 
@@ -37,7 +36,7 @@ class PeersFile:
             BadRequest: `BAD_CONFIG`, naming the wrong line, or the daemon that could not reach this one.
 
         """
-        lines = files.read(self._path, MAX_FILE_BYTES)[0].splitlines()
+        lines = files.read(self._path, limits.MAX_PEERS_FILE_BYTES)[0].splitlines()
         if len(lines) > 2 * limits.MAX_PEERS:
             raise refusal(ErrorCode.BAD_CONFIG, f"{self._path} has {len(lines)} lines; {limits.MAX_PEERS} may be met")
         found = (self._address(number, _COMMENT.sub("", line)) for number, line in enumerate(lines, 1))

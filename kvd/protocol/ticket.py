@@ -196,9 +196,7 @@ def join(texts: Iterable[str]) -> str:
             if rank.blocks not in places:
                 places[rank.blocks] = blocks.setdefault(ticket.spans(rank), len(blocks))
             ranks.append(msgspec.structs.replace(rank, blocks=places[rank.blocks]))
-    joined = Ticket(tokens=tokens.pop(), ranks=tuple(ranks), blocks=tuple(blocks), grows=grows.pop()).encode()
-    decode(joined)  # together they may have more block lists than a ticket may
-    return joined
+    return checked(Ticket(tokens=tokens.pop(), ranks=tuple(ranks), blocks=tuple(blocks), grows=grows.pop()))
 
 
 def _check_addresses(ranks: list[TicketRank]) -> None:

@@ -51,11 +51,20 @@ class Beginning:
         return Said.NOTHING if len(self.held) < limits.HELD_BYTES else Said.SOMETHING
 
 
-def says_error(part: bytes) -> bool:
-    """Whether an event in this part of a stream says an error."""
-    if b'"error"' not in part:  # as good as always; within a text the quotes are escaped
-        return False
-    return any(_said(event) is Said.ERROR for event in _END.split(part))
+class Errors:
+    """Errors in a stream that has said something already."""
+
+    def __init__(self) -> None:
+        self._begun = b""
+        """The event that the network has cut."""
+
+    def are_in(self, part: bytes) -> bool:
+        """Whether an event that ends in this part of the stream says an error. A very long one does not."""
+        events = _END.split(self._begun + part)
+        begun = events[-1]
+        self._begun = begun if len(begun) <= limits.ERROR_EVENT_BYTES else b""
+        # Within a text the quotes are escaped.
+        return any(b'"error"' in event and _said(event) is Said.ERROR for event in events)
 
 
 class _Choice(msgspec.Struct):

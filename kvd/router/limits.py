@@ -68,6 +68,9 @@ CHUNK_BYTES: Final = 64 * KIB
 HELD_BYTES: Final = MIB
 """Of the beginning of a decode server's stream, until it says something. An event is longer if it has all token ids."""
 
+ERROR_EVENT_BYTES: Final = 16 * KIB
+"""Held of an unfinished event of that stream, to see whether it says an error: a message, its type and its code."""
+
 HELD_EVENTS: Final = 4096
 """Events in that beginning: comments twice a minute for an hour are 120, and each choice of a chat has one."""
 

@@ -21,7 +21,7 @@ from kvd.router.body import Request, new_room
 from kvd.router.cleanup import Cleanup
 from kvd.router.conversations import Conversations
 from kvd.router.engines import Engine, Prefilled
-from kvd.router.events import says_error
+from kvd.router.events import Errors
 from kvd.router.growing import Producers
 from kvd.router.legs import Meeting, told
 from kvd.router.metrics import Metrics
@@ -352,11 +352,11 @@ async def _pass_on(answer: Whole, client: Reply) -> None:
 async def _relay(answer: Answer, first: bytes, client: Reply) -> None:
     """Passes the answer on as it comes; the client's pace is the server's."""
     await client.begin(answer.status, answer.headers)
-    part = first
+    part, errors = first, Errors()
     try:
         while part:
             await client.send(part)
-            if answer.is_stream and says_error(part):
+            if answer.is_stream and errors.are_in(part):
                 text = f"{answer.server.name} failed in the middle of its answer, and said why"
                 raise BrokenOff(ErrorCode.PEER_LOST, text)
             part = await answer.part()

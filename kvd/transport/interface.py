@@ -167,7 +167,7 @@ class Notified(Struct, frozen=True, gc=False, tag=True):
 
 
 class NetworkDown(Struct, frozen=True, gc=False, tag=True):
-    """The process that reads from other hosts has ended, and is started again until it stays.
+    """The process that reads from other hosts has ended, or has not started, and is started again until it stays.
 
     Its reads and its peers fail with it, and nothing that it had open is written to any more. What was registered stays
     so, under new keys: `metadata` is right again with `NetworkUp`.

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from kvd.bench.pair import Pair
+from kvd.cli.main import main
 
 
 @pytest.mark.real
@@ -14,3 +15,9 @@ def test_daemons_run_where_the_command_that_they_are_started_with_puts_them(tmp_
         for daemon in pair.daemons.values():
             assert Path(f"/proc/{daemon.pid}/comm").read_text().startswith("python")
             assert os.sched_getaffinity(daemon.pid) == {core}
+
+
+@pytest.mark.real
+def test_a_daemon_that_does_not_start_is_told_with_the_end_of_its_log(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--within", "false"]) == 2
+    assert "kvd bench: internal: bench-consumer ended with status 1; the end of its log:" in capsys.readouterr().err

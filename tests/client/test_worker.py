@@ -173,6 +173,21 @@ class TestAttaching:
         with pytest.raises(BadRequest, match="the worker is closed"):
             worker.pull("req-1", "a ticket", blocks=BLOCKS, timeout=1)
 
+    def test_whoever_waits_at_a_closed_worker_gets_its_last_events_and_then_an_error(
+        self, daemon: ScriptedDaemon, worker: Worker
+    ) -> None:
+        pull(worker, daemon)
+        daemon.notify(1, wire.Done("req-1"))
+        until = time.monotonic() + MOMENT
+        while "req-1" not in worker._driver.core.events:
+            assert time.monotonic() < until
+            worker._driver.step(time.monotonic())
+        worker.close()
+        assert worker.wait(MOMENT) == [Done("req-1")]
+        with pytest.raises(BadRequest, match="the worker is closed"):
+            worker.wait(MOMENT)
+        assert worker.poll() == []
+
     def test_memory_that_is_still_looked_at_stays_mapped_after_closing(self, worker: Worker) -> None:
         tensor = worker.pool[:8]
         worker.close()

@@ -1,5 +1,8 @@
 """Two hosts whose data goes over a network of its own, which dies while messages get through."""
 
+import os
+import signal
+
 import pytest
 
 from benchmarks.hosts.namespaces import Hosts
@@ -8,6 +11,7 @@ from kvd.doctor.daemon import check_daemon
 from tests.hosts.stage import HEARTBEAT, MEGABITS, PORT, SHORT, Stage
 from tests.support.fleet import Fleet, until
 from tests.support.patience import PATIENCE
+from tests.support.transports import transport_of
 
 
 @pytest.fixture
@@ -28,9 +32,19 @@ def split(devices, tmp_path):
         yield Stage(fleet, {host.name: host for host in hosts}, daemons)
 
 
-def faults(stage):
-    """What the doctor finds broken at the consumer."""
-    findings = check_daemon(str(stage.daemons["d0"].socket), PATIENCE)
+def goes_on(stage):
+    """Blocks arrive again, and nobody complains."""
+    for _ in until("blocks arrive again"):
+        name, _ = stage.pull("p0", "d0", PATIENCE)
+        if stage.workers["d0"].outcome(name)["kind"] == "Done":
+            break
+    assert faults(stage) == []
+    assert stage.readyz("d0").strip() == "ready"
+
+
+def faults(stage, daemon="d0"):
+    """What the doctor finds broken there."""
+    findings = check_daemon(str(stage.daemons[daemon].socket), PATIENCE)
     return [finding for finding in findings if finding.level is Level.BROKEN]
 
 
@@ -68,9 +82,23 @@ def test_a_network_of_the_data_that_dies_alone_costs_its_pulls_and_gives_every_b
     assert "unprotected_transport" in fault.fix
     producer.plug_data()
     stage.hurry()
-    for _ in until("blocks arrive again"):
-        name, _ = stage.pull("p0", "d0", PATIENCE)
-        if stage.workers["d0"].outcome(name)["kind"] == "Done":
+    goes_on(stage)
+
+
+@pytest.mark.slow  # half a minute passes before a daemon says so
+@pytest.mark.parametrize("devices", ["host-to-host"], indirect=True)
+def test_a_transport_that_crashed_and_cannot_start_on_a_device_that_is_down_is_named_by_peers(split):
+    """UCX itself may crash when its device goes down, and starts on one that is up only."""
+    stage = split
+    stage.arrived("d0", *stage.pull("p0", "d0", PATIENCE))
+    stage.hosts["p0"].unplug_data()
+    os.kill(transport_of(stage.daemons["p0"]), signal.SIGSEGV)
+    for _ in until("the daemon says that the peer is not reached"):
+        stage.workers["d0"].outcome(stage.pull("p0", "d0", PATIENCE)[0])
+        if "its memory is not reached (it refused the handshake: the transport of p0 to" in stage.readyz("d0"):
             break
-    assert faults(stage) == []
-    assert stage.readyz("d0").strip() == "ready"
+    assert any("UCX does not start" in fault.text for fault in faults(stage, "p0"))
+    [fault] = faults(stage)
+    assert "has not come back" in fault.text
+    stage.hosts["p0"].plug_data()
+    goes_on(stage)

@@ -1,5 +1,6 @@
 """What the beginning of a stream has said."""
 
+import itertools
 import json
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.router import limits
-from kvd.router.events import Beginning, Said, says_error
+from kvd.router.events import Beginning, Errors, Said
 
 
 def chunk(delta: dict[str, object], **more: object) -> bytes:
@@ -77,13 +78,24 @@ def test_how_many_events_are_held_has_a_bound(event: bytes) -> None:
     assert beginning.add(event) is Said.SOMETHING
 
 
-@pytest.mark.parametrize("part", [ERROR, TOKEN + ERROR + DONE, TOKEN + ERROR.replace(b"\n", b"\r\n")])
-def test_an_error_is_seen_in_any_part_of_a_stream(part: bytes) -> None:
-    assert says_error(part)
+def errors_in(stream: bytes, cuts: list[int] = []) -> list[bool]:  # noqa: B006
+    """Whether there is an error in each of the parts of the stream, cut at these places."""
+    errors = Errors()
+    places = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
+    return [errors.are_in(stream[start:end]) for start, end in itertools.pairwise(places)]
 
 
 @pytest.mark.parametrize(
-    "part",
+    "stream",
+    [ERROR, TOKEN + ERROR + DONE, TOKEN + ERROR.replace(b"\n", b"\r\n"), b"data: %b\n\n" % (b"x" * 50_000) + ERROR],
+)
+@given(cuts=st.lists(st.integers(0, 100_000), max_size=5))
+def test_an_error_is_seen_wherever_it_is_and_however_the_network_cuts_it(stream: bytes, cuts: list[int]) -> None:
+    assert any(errors_in(stream, cuts))
+
+
+@pytest.mark.parametrize(
+    "stream",
     [
         TOKEN,
         chunk({"content": json.dumps({"error": "x"})}),
@@ -91,8 +103,16 @@ def test_an_error_is_seen_in_any_part_of_a_stream(part: bytes) -> None:
         b'{"error": {}}',
     ],
 )
-def test_what_is_no_error_is_not_taken_for_one(part: bytes) -> None:
-    assert not says_error(part)
+@given(cuts=st.lists(st.integers(0, 10_000), max_size=5))
+def test_what_is_no_error_is_not_taken_for_one(stream: bytes, cuts: list[int]) -> None:
+    assert not any(errors_in(stream, cuts))
+
+
+def test_of_an_event_without_an_end_little_is_held() -> None:
+    errors = Errors()
+    for _ in range(100):
+        assert not errors.are_in(b"x" * 1000)
+        assert len(errors._begun) <= limits.ERROR_EVENT_BYTES
 
 
 def test_what_is_held_has_a_bound() -> None:

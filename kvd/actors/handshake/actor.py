@@ -181,11 +181,21 @@ class HandshakeActor(Actor):
         if isinstance(reply, Welcome):
             self._welcome(peer, reply)
         elif not isinstance(reply, Pong):
-            self._lose(peer, Event.SILENT, f"it refused the handshake: {printable(reply.text)}")
+            self._refused(peer, reply)
         elif (event := peer.answered(reply, self.loop.time(), self._context.settings.heartbeat)) is Event.RESTARTED:
             self._lose(peer, event, "it was restarted")
         elif event is not None:
             self.failed(PeerFailed(peer.agent, "its transport to other hosts was started again"))
+
+    def _refused(self, peer: Peer, reply: Refuse) -> None:
+        text = f"it refused the handshake: {printable(reply.text)}"
+        if reply.code != ErrorCode.TRANSPORT:
+            self._lose(peer, Event.SILENT, text)
+            return
+        peer.loss = text
+        peer.unreached(self.loop.time())
+        self._step(peer, Event.SILENT)
+        peer.note_unreached(self.loop.time(), self._context)
 
     def _welcome(self, peer: Peer, reply: Welcome) -> None:
         if not peer.awaits(reply, self.loop.time()) or peer.link in self._introductions:
@@ -266,7 +276,8 @@ class HandshakeActor(Actor):
         for peer in self._peers.using(event.agent):
             peer.failed(self.loop.time(), self._context.settings.heartbeat)
             self._lose(peer, Event.UNREACHABLE, f"the transport lost it: {event.reason}")
-            peer.note_unreached(self.loop.time(), self._context)
+            if peer.failures > 1:  # once is no more than a daemon that was restarted
+                peer.note_unreached(self.loop.time(), self._context)
         self._given.pop(event.agent, None)
         self._transport.remove_peer(event.agent)
 

@@ -66,7 +66,7 @@ class Peer:
     failures: int = 0
     """How often the transport has failed since it last reached the peer."""
     unreached_from: float | None = None
-    """When the transport failed first since it last reached the peer."""
+    """Since when the peer's memory has not been reached; None if it is, or nobody tried."""
     noted: bool = False
     """Whether it was said that messages reach the peer and the transport does not."""
     greeted_from: float = -math.inf
@@ -139,12 +139,16 @@ class Peer:
         self.renewed_from = now + heartbeat * _LONGEST_PAUSE
         return Event.UNREACHABLE
 
+    def unreached(self, now: float) -> None:
+        """Its memory is not reached, now or still."""
+        self.unreached_from = now if self.unreached_from is None else self.unreached_from
+
     def failed(self, now: float, heartbeat: float) -> None:
         """The transport lost it or could not reach it: it is greeted after a pause, longer each time.
 
         One that was ready is greeted at once, unless that was done less than a heartbeat ago.
         """
-        self.unreached_from = now if self.unreached_from is None else self.unreached_from
+        self.unreached(now)
         at_once = self.state in _READY and now - self.greeted_from >= heartbeat
         self.greeted_from = now if at_once else now + heartbeat * min(1 << self.failures, _LONGEST_PAUSE)
         self.lost_run, self.believed_from = _run_of(self.welcome) if at_once else None, now + heartbeat
@@ -161,9 +165,8 @@ class Peer:
         return self.state in (State.GREETING, State.REFRESHING) and not stale
 
     def note_unreached(self, now: float, context: ActorContext) -> None:
-        """Says that the network of the data has failed: the transport failed again after the peer had been greeted."""
-        if self.failures < 2 or self.unreached_from is None:
-            return
+        """Says that the network of the data has failed, or the transport at its other end."""
+        assert self.unreached_from is not None  # noqa: S101 - it is not reached
         seconds = now - self.unreached_from
         who = f"{self.welcome.daemon if self.welcome else 'a daemon'} at {self.address}"
         text = f"{who} answers messages, and its memory is not reached ({self.loss}); {DATA_NETWORK}"

@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from kvd.client import AsyncWorker, DaemonError, Disconnected, Reattached
-from kvd.client.events import Event
+from kvd.client.events import Event, name_of
 from kvd.engines.kernels import Event as Kernels
 from kvd.engines.pool import attach, log_session, pool_tensor
 from kvd.engines.sglang import inbox, messages
@@ -143,7 +143,7 @@ class Transfers:
 
 def _room_of(event: Event) -> int | None:
     """The number with which the halves begin the names of their pulls and offers."""
-    number = str(getattr(event, "request", getattr(event, "offer", ""))).partition("#")[0]
+    number = name_of(event).partition("#")[0]
     return int(number) if number.isdecimal() else None
 
 

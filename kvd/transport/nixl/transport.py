@@ -283,15 +283,11 @@ class NixlTransport:
     # --- its end, and the next one ----------------------------------------------------------------------------------
 
     def _ended(self, how: str) -> None:
-        """Nothing writes any more to what the process had open."""
+        """Ends what the process had open: nothing writes any more to that."""
+        reason = f"the process that reads from other hosts ended: {how}"
         self._metadata = b""
-        self._fail(f"the process that reads from other hosts ended: {how}")
-
-    def _fail(self, reason: str) -> None:
-        """Ends what the process had open."""
-        if not self._down:
-            self._down = True
-            self._on_event(NetworkDown(reason))
+        self._down = True
+        self._on_event(NetworkDown(reason))  # again if it does not start: operators want to know why it does not
         for agent in sorted(self._agents):
             self._peers.forget(agent)
             self._on_event(PeerFailed(agent, reason))

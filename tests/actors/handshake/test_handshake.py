@@ -290,6 +290,31 @@ def test_a_peer_that_answers_messages_and_is_not_reached_for_reading_is_named_un
     assert unreached(stage) == (None, 0.0, 0.0)
 
 
+def test_a_peer_that_says_that_its_transport_does_not_come_back_is_named_until_it_is_reached_or_silent():
+    stage = Stage(heartbeat=1.0)
+    stage.attach()
+    refuse = Refuse(0, ErrorCode.TRANSPORT, "the transport of p to other hosts ended 31 s ago")
+    for ends in (lambda: stage.peer_says(welcome_of()), lambda: stage.run(8.0)):
+        stage.pull(timeout=600.0)
+        stage.peer_says(refuse)
+        stage.run(2.0)
+        stage.peer_says(refuse)
+        text, seconds, gauge = unreached(stage)
+        assert "answers messages, and its memory is not reached (it refused the handshake: the transport of p" in text
+        assert (seconds, gauge) == (2.0, 1.0)
+        assert stage.actors.handshake.report()[0].unreached_seconds == 2.0
+        ends()
+        assert unreached(stage) == (None, 0.0, 0.0)
+        stage.transport_says(PeerFailed("peer#1", "connection reset"))
+
+
+def test_a_peer_that_refuses_the_handshake_for_another_reason_is_not_said_to_be_out_of_reach(stage):
+    stage.pull(timeout=600.0)
+    stage.peer_says(Refuse(0, ErrorCode.BAD_VERSION, "it speaks another version"))
+    assert unreached(stage) == (None, 0.0, 0.0)
+    assert stage.actors.handshake.report()[0].unreached_seconds is None
+
+
 def test_a_peer_that_does_not_answer_messages_either_is_not_said_to_be_out_of_reach_of_reads_alone(stage):
     stage.dependencies.transport.add_peer = lambda *_: None
     stage.pull(timeout=600.0)
