@@ -6,16 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+START_SECONDS: Final = 120.0
+"""For a daemon to serve: it imports its libraries on a machine that may be busy."""
 STOP_SECONDS: Final = 5.0
 """Seconds from SIGTERM to SIGKILL."""
 
 LOG_LINES: Final = 20
 
+_LOOK_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
 
 
@@ -83,6 +87,19 @@ class Child:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    def wait_until(self, ready: Callable[[], bool]) -> bool:
+        """Whether `ready` said so within `START_SECONDS`.
+
+        Raises:
+            ProcessEndedError: the process has ended first.
+
+        """
+        deadline = time.monotonic() + START_SECONDS
+        while not (is_ready := ready()) and time.monotonic() < deadline:
+            if self.wait(_LOOK_SECONDS):
+                raise self.ended()
+        return is_ready
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL; returns when the process is gone."""

@@ -23,9 +23,8 @@ from benchmarks.router.upstream import BODY, PATH, PREFILL
 from kvd.bench import report
 from kvd.bench.spinners import Spinners
 from kvd.errors import ErrorCode, Unavailable
-from kvd.processes import Child, Processes
+from kvd.processes import START_SECONDS, Child, Processes
 
-_START_SECONDS: Final = 30.0
 _WARM_UP: Final = 50
 """Requests of each way that are not measured."""
 
@@ -105,13 +104,15 @@ async def _first_token(session: aiohttp.ClientSession, servers: list[str], times
 def _started(processes: Processes, logs: Path, name: str, module: str, *flags: str) -> str:
     """The URL that a process logs once it serves."""
     child: Child = processes.start(name, module, *flags)
-    deadline = time.monotonic() + _START_SECONDS
-    while not (found := re.search(r"on (http://[\d.:]+)", (logs / f"{name}.log").read_text())):
-        if child.wait(0.05):
-            raise child.ended()
-        if time.monotonic() > deadline:
-            raise Unavailable(ErrorCode.DEADLINE, f"{name} did not start within {_START_SECONDS:.0f} s")
-    return found[1]
+    urls: list[str] = []
+
+    def serves() -> bool:
+        urls[:] = re.findall(r"on (http://[\d.:]+)", (logs / f"{name}.log").read_text())
+        return bool(urls)
+
+    if not child.wait_until(serves):
+        raise Unavailable(ErrorCode.DEADLINE, f"{name} did not start within {START_SECONDS:.0f} s")
+    return urls[0]
 
 
 def _quantiles(times: list[float]) -> dict[str, float]:

@@ -51,9 +51,7 @@ class Side:
         """Starts the daemon, or the next one."""
         self.starts += 1
         self.daemon: Child = self.run(f"{self.name}-{self.starts}")
-        while not self.socket.exists():
-            if self.daemon.wait(0.05):
-                raise self.daemon.ended()
+        self.daemon.wait_until(self.socket.exists)
 
     def run(self, log: str) -> Child:
         """A process that serves; `log` names its log."""

@@ -19,13 +19,11 @@ from kvd.client import Blocks, Done, Worker
 from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec
 from kvd.plan import Descriptors, Planner, Span, route
-from kvd.processes import Child, Processes
+from kvd.processes import START_SECONDS, Child, Processes
 from kvd.transport.nixl.poll_interval import PROMPT, RECENT
 
 R = TypeVar("R", Attached, Offered, RawOpened, Closed)
 
-_START_SECONDS = 120.0
-_LOOK_SECONDS = 0.05
 _PULL_SECONDS = 120.0
 _PORT = 7710
 
@@ -186,11 +184,9 @@ class Pair:
             ProcessEndedError: the daemon has ended.
 
         """
-        socket, until = self.sockets[side], time.monotonic() + _START_SECONDS
-        while not socket.exists() and time.monotonic() < until:
-            if self.daemons[side].wait(_LOOK_SECONDS):
-                raise self.daemons[side].ended()
-        return Worker.attach(str(socket), name=name, spec=spec, timeout=_START_SECONDS)
+        socket = self.sockets[side]
+        self.daemons[side].wait_until(socket.exists)
+        return Worker.attach(str(socket), name=name, spec=spec, timeout=START_SECONDS)
 
     @property
     def remote(self) -> bool:

@@ -16,6 +16,7 @@ from kvd.router.body import NULL, decode
 ENDS: Final = (b"\r\n\r\n", b"\n\n", b"\r\r")
 """What may end an event."""
 _END: Final = re.compile(b"|".join(ENDS))
+_ALL_ENDED: Final = re.compile(b"(?s:.*)(?:%s)" % b"|".join(ENDS))
 _EMPTY: Final = {b'""', b"null", b"[]"}
 
 
@@ -60,11 +61,12 @@ class Errors:
 
     def are_in(self, part: bytes) -> bool:
         """Whether an event that ends in this part of the stream says an error. A very long one does not."""
-        events = _END.split(self._begun + part)
-        begun = events[-1]
+        events = self._begun + part
+        ended = _ALL_ENDED.match(events)
+        begun = events[ended.end() if ended else 0 :]
         self._begun = begun if len(begun) <= limits.ERROR_EVENT_BYTES else b""
-        # Within a text the quotes are escaped.
-        return any(b'"error"' in event and _said(event) is Said.ERROR for event in events)
+        # Looked for first: hardly any part says it, and within a text the quotes are escaped.
+        return b'"error"' in events and any(_said(event) is Said.ERROR for event in _END.split(events))
 
 
 class _Choice(msgspec.Struct):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import uvloop
 
 from kvd.errors import KvdError
 from kvd.memory.interface import Memory, MemoryProvider
@@ -25,6 +24,7 @@ from kvd.protocol import codec
 from kvd.protocol.types import Message
 from kvd.protocol.worker import Attach, Attached, Detach, Detached, Notification, Notifications, Refused
 from tests.support.closing import wait_until_closed
+from tests.support.loops import UvLoop
 from tests.support.patience import MOMENT
 
 T = TypeVar("T")
@@ -191,7 +191,7 @@ class ScriptedDaemon:
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop, "uvloop": UvLoop}
 
 
 @pytest.fixture

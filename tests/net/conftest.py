@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from kvd.net.interface import PeerAsked
 from tests.support.closing import wait_until_closed
+from tests.support.loops import UvLoop
 from tests.support.patience import MOMENT
 
 HERE = Path(__file__).parent
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop, "uvloop": UvLoop}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

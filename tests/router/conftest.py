@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 import pytest
-import uvloop
 
 from kvd.router import limits
+from tests.support.loops import UvLoop
 from tests.support.patience import MOMENT
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+    return {"uvloop": UvLoop, "asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(autouse=True)

@@ -44,10 +44,14 @@ CLIENTS = 1000
 
 
 @pytest.fixture
-def many_descriptors() -> Iterator[None]:
+def many_clients() -> Iterator[list[socket.socket]]:
+    """Those that a test adds are closed after it, and as many descriptors may be open meanwhile."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8 * CLIENTS), hard))
-    yield
+    clients: list[socket.socket] = []
+    yield clients
+    for client in clients:
+        client.close()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -494,8 +498,8 @@ async def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("many_descriptors")
-async def test_a_thousand_clients_that_are_slow_or_vanish_leave_nothing() -> None:
+@pytest.mark.timeout(600)  # the servers of the test and the router share one core with others
+async def test_a_thousand_clients_that_are_slow_or_vanish_leave_nothing(many_clients: list[socket.socket]) -> None:
     data = json.dumps(BODY).encode()
     whole = head(len(data)) + data
     sent = [b"", whole[:20], whole[:-20], whole, whole + whole[:20], whole]
@@ -504,21 +508,21 @@ async def test_a_thousand_clients_that_are_slow_or_vanish_leave_nothing() -> Non
     async with routed([prefilled] * 2, [endless] * 2) as stage:
         assert (await stage.get("/healthz"))[0] == 200
         descriptors, tasks = len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())
-        clients = [connect(stage) for _ in range(CLIENTS)]
-        for number, client in enumerate(clients):
+        many_clients += [connect(stage) for _ in range(CLIENTS)]
+        for number, client in enumerate(many_clients):
             await loop.sock_sendall(client, sent[number % len(sent)])
             if number < CLIENTS // 5:
                 client.close()
         asking = sum(text.startswith(whole) for text in sent) * (CLIENTS - CLIENTS // 5) // len(sent)
         for server in stage.decode:
             await server.until(lambda one: one.open >= asking // 2 - 10)
-        for client in clients[CLIENTS // 5 : CLIENTS // 2]:
+        for client in many_clients[CLIENTS // 5 : CLIENTS // 2]:
             client.close()
-        for client in clients[CLIENTS // 2 :]:
+        for client in many_clients[CLIENTS // 2 :]:
             with contextlib.suppress(BlockingIOError):
                 client.recv(100)
         assert (await stage.get("/healthz"))[0] == 200
-        for client in clients:
+        for client in many_clients:
             client.close()
         await stage.server._intake.idle.wait()
         for server in stage.prefill + stage.decode:

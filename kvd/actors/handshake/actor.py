@@ -189,13 +189,7 @@ class HandshakeActor(Actor):
 
     def _refused(self, peer: Peer, reply: Refuse) -> None:
         text = f"it refused the handshake: {printable(reply.text)}"
-        if reply.code != ErrorCode.TRANSPORT:
-            self._lose(peer, Event.SILENT, text)
-            return
-        peer.loss = text
-        peer.unreached(self.loop.time())
-        self._step(peer, Event.SILENT)
-        peer.note_unreached(self.loop.time(), self._context)
+        self._lose(peer, Event.SILENT, text, noted=reply.code == ErrorCode.TRANSPORT)
 
     def _welcome(self, peer: Peer, reply: Welcome) -> None:
         if not peer.awaits(reply, self.loop.time()) or peer.link in self._introductions:
@@ -275,9 +269,9 @@ class HandshakeActor(Actor):
         """The transport lost a peer, or never reached it; it also forgets what it was given of it since."""
         for peer in self._peers.using(event.agent):
             peer.failed(self.loop.time(), self._context.settings.heartbeat)
-            self._lose(peer, Event.UNREACHABLE, f"the transport lost it: {event.reason}")
-            if peer.failures > 1:  # once is no more than a daemon that was restarted
-                peer.note_unreached(self.loop.time(), self._context)
+            text = f"the transport lost it: {event.reason}"
+            # once is no more than a daemon that was restarted
+            self._lose(peer, Event.UNREACHABLE, text, noted=peer.failures > 1)
         self._given.pop(event.agent, None)
         self._transport.remove_peer(event.agent)
 
@@ -312,11 +306,14 @@ class HandshakeActor(Actor):
 
     # --- the machine's effects --------------------------------------------------------------------------------------
 
-    def _lose(self, peer: Peer, event: Event, reason: str) -> None:
+    def _lose(self, peer: Peer, event: Event, reason: str, *, noted: bool = False) -> None:
+        """`noted`: messages reach it, and its memory has not been reached for long enough to say so."""
         peer.loss = reason
-        if event is not Event.UNREACHABLE:
-            peer.unnote(self._context)
         self._step(peer, event)
+        if noted:
+            peer.note_unreached(self.loop.time(), self._context)
+        elif event is not Event.UNREACHABLE:
+            peer.unnote(self._context)
 
     def _step(self, peer: Peer, event: Event) -> None:
         step = TABLE.step(peer.state, event)

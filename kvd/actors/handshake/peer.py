@@ -139,16 +139,12 @@ class Peer:
         self.renewed_from = now + heartbeat * _LONGEST_PAUSE
         return Event.UNREACHABLE
 
-    def unreached(self, now: float) -> None:
-        """Its memory is not reached, now or still."""
-        self.unreached_from = now if self.unreached_from is None else self.unreached_from
-
     def failed(self, now: float, heartbeat: float) -> None:
         """The transport lost it or could not reach it: it is greeted after a pause, longer each time.
 
         One that was ready is greeted at once, unless that was done less than a heartbeat ago.
         """
-        self.unreached(now)
+        self._unreached(now)
         at_once = self.state in _READY and now - self.greeted_from >= heartbeat
         self.greeted_from = now if at_once else now + heartbeat * min(1 << self.failures, _LONGEST_PAUSE)
         self.lost_run, self.believed_from = _run_of(self.welcome) if at_once else None, now + heartbeat
@@ -166,8 +162,7 @@ class Peer:
 
     def note_unreached(self, now: float, context: ActorContext) -> None:
         """Says that the network of the data has failed, or the transport at its other end."""
-        assert self.unreached_from is not None  # noqa: S101 - it is not reached
-        seconds = now - self.unreached_from
+        seconds = now - self._unreached(now)
         who = f"{self.welcome.daemon if self.welcome else 'a daemon'} at {self.address}"
         text = f"{who} answers messages, and its memory is not reached ({self.loss}); {DATA_NETWORK}"
         if not self.noted:
@@ -175,6 +170,11 @@ class Peer:
             _log.warning("peer not reached for reading", peer=self.address, reason=self.loss, seconds=round(seconds, 1))
         self.noted = True
         context.note(f"peer {self.address}", text, seconds)
+
+    def _unreached(self, now: float) -> float:
+        """Since when its memory has not been reached: from now on, if it was."""
+        self.unreached_from = now if self.unreached_from is None else self.unreached_from
+        return self.unreached_from
 
     def unnote(self, context: ActorContext) -> None:
         """It is reached again, or messages do not reach it either."""

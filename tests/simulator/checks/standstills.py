@@ -18,10 +18,10 @@ def watch(world: World, daemons: list[Daemon], daemon: Daemon) -> None:
     handshake = daemon.actors.handshake
     lose = handshake._lose
 
-    def watched(peer: Peer, event: Event, reason: str) -> None:
+    def watched(peer: Peer, event: Event, reason: str, *, noted: bool = False) -> None:
         if event is Event.SILENT and reason.startswith("no answer"):
             _check(world, daemons, daemon, peer)
-        lose(peer, event, reason)
+        lose(peer, event, reason, noted=noted)
 
     handshake._lose = watched  # type: ignore[method-assign]
     claims = daemon.actors.leases.claims
