@@ -141,7 +141,7 @@ def test_the_store_keeps_a_pool_whose_worker_is_gone_too(machine: Machine) -> No
 
 def test_what_nobody_claims_leaves_the_store_in_time_and_what_a_worker_has_stays(machine: Machine) -> None:
     """The worker brings its pool back to the daemon that was restarted; the next restart takes the worker, too."""
-    machine.run("sh", "-c", "mkdir -p /etc/kvd && echo KVD_POOL_LINGER=4 > /etc/kvd/2.env")
+    machine.run("sh", "-c", "mkdir -p /etc/kvd && echo KVD_POOL_LINGER=15 > /etc/kvd/2.env")
     machine.run("systemctl", "start", "kvd@2")
     engine, gone = worker(machine, 2, "engine"), worker(machine, 2, "gone")
     engine.call("fill", ids=BLOCKS, value=7)
@@ -155,6 +155,7 @@ def test_what_nobody_claims_leaves_the_store_in_time_and_what_a_worker_has_stays
         if stored(machine, "kvd@2") == 2:
             break
     engine.child.stop()
+    machine.run("sh", "-c", "echo KVD_POOL_LINGER=600 > /etc/kvd/2.env")  # the successor may need longer to start
     machine.run("systemctl", "restart", "kvd@2")
     successor = worker(machine, 2, "engine")
     assert successor.attached["kept"] is True
