@@ -4,6 +4,7 @@ import resource
 import struct
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from kvd.transport.interface import (
     ReadFailed,
     Registered,
 )
+from kvd.transport.nixl import agent_loop
 from kvd.transport.nixl import metadata as form
 from kvd.transport.nixl.agent_loop import AgentLoop, Command
 from kvd.transport.nixl.metadata import Metadata, agent_of, write
@@ -312,6 +314,28 @@ def test_the_lists_of_a_long_read_are_released_as_it_goes_on() -> None:
     run.go()
     assert max(most) == 3, "one chunk's two lists and the handle of a slice"
     assert not run.nixl.live
+
+
+def test_what_is_to_be_told_does_not_wait_for_the_end_of_a_long_row_of_small_posts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, now = Run(), 0.0
+    monkeypatch.setattr(agent_loop, "time", SimpleNamespace(monotonic=lambda: now))
+    run.nixl.immediately = "DONE"
+    told: list[int] = []
+    run.loop._flush = lambda: told.extend([len(run.nixl.transfers)] if Answered(1) in run.events else [])
+
+    def post() -> None:
+        nonlocal now
+        now += 0.0025
+        if len(run.nixl.transfers) == 5:
+            run.tell("ping", 1)
+
+    run.nixl.on_transfer = post
+    run.read(1, descriptors((2 * i, 2 * i, 1) for i in range(20 * limits.SLICE_DESCRIPTORS)))
+    run.go()
+    assert len(run.nixl.transfers) == 20
+    assert told[0] == 7, "with the post after the command"
 
 
 @pytest.mark.parametrize(

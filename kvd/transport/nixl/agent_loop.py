@@ -92,7 +92,7 @@ class AgentLoop:
     def run(self) -> None:
         """Serves until `stop`, or until no command will come; what escapes it is a defect."""
         busy = False
-        polled = 0.0
+        polled = flushed = 0.0
         while self._stop_seconds is None:
             wait = 0.0 if busy else self._poll.seconds(time.monotonic(), bool(self._reads.in_flight))
             commands = self._commands(wait)
@@ -102,9 +102,10 @@ class AgentLoop:
                 command()
             posted = self._reads.post_next()
             ended = self._reads.check_posted(CHECKS_PER_POST if posted else self._reads.in_flight)
-            if not posted:
-                self._flush()
             now = time.monotonic()
+            if not posted or now - flushed >= RECENT:  # posts may follow one another for minutes
+                self._flush()
+                flushed = now
             if not posted or now - polled >= (PROMPT if self._poll.readers_expected else RECENT):
                 self._take_messages(self._nixl.get_new_notifs())  # makes progress for peers that read from us, too
                 polled = now
