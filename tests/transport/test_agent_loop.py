@@ -363,6 +363,22 @@ def test_a_ping_is_answered_with_whether_most_descriptors_are_in_use() -> None:
     assert run.events == [Answered(1), Answered(2, crowded=True), Answered(3, crowded=True)]
 
 
+@pytest.mark.parametrize(("bound", "value"), [("MAX_BLANKED", 3), ("MAX_BLANKED_BYTES", 6 * limits.MIB)])
+def test_a_ping_is_answered_with_whether_pools_that_have_ended_have_many_addresses(
+    bound: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_loop, bound, value)
+    run, pool = Run(), MemfdProvider().allocate("pool", 4096)
+    for number in range(3):
+        run.loop.ping(number)
+        run.loop.register(number, pool.base, pool.size, Mapping(pool.descriptor, pool.length), False)
+        run.loop.deregister(number)
+    run.loop.ping(3)
+    answers = [event for event in run.events if isinstance(event, Answered)]
+    assert [answer.few_addresses for answer in answers] == [False, False, False, True]
+    pool.close()
+
+
 @pytest.mark.parametrize(("posted", "shortens"), [("DONE", False), ("PROC", True)])
 def test_a_read_shortens_the_poll_interval_only_if_it_waits_for_the_network(
     posted: str, *, shortens: bool, monkeypatch: pytest.MonkeyPatch

@@ -384,6 +384,19 @@ async def test_a_process_with_few_free_descriptors_is_replaced_when_nobody_reads
     assert answers(5, crowded=True) == "few descriptors are free: peers that were forgotten have the others"
 
 
+async def test_a_process_that_pools_which_ended_left_few_addresses_is_replaced_however_young_unless_somebody_reads(
+    run: Run,
+) -> None:
+    run.transport.expect_readers(True)
+    run.transport.ping(1)
+    run.child.says([Answered(1, few_addresses=True)])
+    assert not run.child.fault
+    run.transport.expect_readers(False)
+    run.transport.ping(2)
+    run.child.says([Answered(2, few_addresses=True)])
+    assert run.child.fault == "few addresses are free: pools that have ended have the others"
+
+
 async def test_a_process_that_does_not_open_is_tried_again(run: Run) -> None:
     run.child.dies()
     await run.reborn()

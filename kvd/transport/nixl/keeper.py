@@ -147,9 +147,11 @@ class Keeper:
         if self._child is not None:
             self._child.kill(fault)
 
-    def replace_crowded(self) -> None:
-        """Ends a process with few free descriptors, through which nobody reads, unless it is young."""
-        if self._loop.time() - self._began > CROWDED_AFTER:
+    def make_room(self, answer: Answered) -> None:
+        """Ends a process through which nobody reads if few addresses are free, or few descriptors and it is old."""
+        if answer.few_addresses:
+            self.accuse("few addresses are free: pools that have ended have the others")
+        elif answer.crowded and self._loop.time() - self._began > CROWDED_AFTER:
             self.accuse("few descriptors are free: peers that were forgotten have the others")
 
     def stop(self) -> None:
