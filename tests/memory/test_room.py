@@ -72,6 +72,13 @@ def test_a_pool_above_what_there_is_is_refused_with_both_figures() -> None:
     provider.allocate("w", POOL // 2).close()
 
 
+def test_the_page_tables_of_each_process_that_maps_a_pool_count() -> None:
+    look = Available(POOL + POOL // 512, "here")
+    MemfdProvider(Backing.PLAIN, Room(lambda: look)).allocate("w", POOL).close()
+    with pytest.raises(Unavailable, match=rf"page tables take another {2 * POOL // 512}\b"):
+        MemfdProvider(Backing.PLAIN, Room(lambda: look, mappings=2)).allocate("w", POOL)
+
+
 def test_two_pools_that_are_made_at_once_do_not_pass_one_check_together(monkeypatch: pytest.MonkeyPatch) -> None:
     look = Available(POOL + POOL // 2, "here")
     provider = MemfdProvider(Backing.PLAIN, Room(lambda: look))
