@@ -4,7 +4,6 @@ import resource
 import struct
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -24,7 +23,6 @@ from kvd.transport.interface import (
     ReadFailed,
     Registered,
 )
-from kvd.transport.nixl import agent_loop
 from kvd.transport.nixl import metadata as form
 from kvd.transport.nixl.agent_loop import AgentLoop, Command
 from kvd.transport.nixl.metadata import Metadata, agent_of, write
@@ -316,28 +314,6 @@ def test_the_lists_of_a_long_read_are_released_as_it_goes_on() -> None:
     assert not run.nixl.live
 
 
-def test_what_is_to_be_told_does_not_wait_for_the_end_of_a_long_row_of_small_posts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run, now = Run(), 0.0
-    monkeypatch.setattr(agent_loop, "time", SimpleNamespace(monotonic=lambda: now))
-    run.nixl.immediately = "DONE"
-    told: list[int] = []
-    run.loop._flush = lambda: told.extend([len(run.nixl.transfers)] if Answered(1) in run.events else [])
-
-    def post() -> None:
-        nonlocal now
-        now += 0.0025
-        if len(run.nixl.transfers) == 5:
-            run.tell("ping", 1)
-
-    run.nixl.on_transfer = post
-    run.read(1, descriptors((2 * i, 2 * i, 1) for i in range(20 * limits.SLICE_DESCRIPTORS)))
-    run.go()
-    assert len(run.nixl.transfers) == 20
-    assert told[0] == 7, "with the post after the command"
-
-
 @pytest.mark.parametrize(
     ("command", "arguments", "interval"), [("ping", (1,), IDLE), ("expect_connection", (), RECENT)]
 )
@@ -361,22 +337,6 @@ def test_a_ping_is_answered_with_whether_most_descriptors_are_in_use() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, hard))  # one is free
         run.loop.ping(3)
     assert run.events == [Answered(1), Answered(2, crowded=True), Answered(3, crowded=True)]
-
-
-@pytest.mark.parametrize(("bound", "value"), [("MAX_BLANKED", 3), ("MAX_BLANKED_BYTES", 6 * limits.MIB)])
-def test_a_ping_is_answered_with_whether_pools_that_have_ended_have_many_addresses(
-    bound: str, value: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agent_loop, bound, value)
-    run, pool = Run(), MemfdProvider().allocate("pool", 4096)
-    for number in range(3):
-        run.loop.ping(number)
-        run.loop.register(number, pool.base, pool.size, Mapping(pool.descriptor, pool.length), False)
-        run.loop.deregister(number)
-    run.loop.ping(3)
-    answers = [event for event in run.events if isinstance(event, Answered)]
-    assert [answer.few_addresses for answer in answers] == [False, False, False, True]
-    pool.close()
 
 
 @pytest.mark.parametrize(("posted", "shortens"), [("DONE", False), ("PROC", True)])

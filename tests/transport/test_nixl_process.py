@@ -317,31 +317,6 @@ async def test_a_process_that_leaves_pings_unanswered_is_ended_and_one_that_answ
     assert run.child.fault == f"it did not answer {HUNG_PINGS} pings"
 
 
-async def test_a_process_that_registers_a_large_pool_has_time_for_it_and_the_watchdog_hears_that_it_lives(
-    run: Run,
-) -> None:
-    size = 500 * limits.GIB
-    run.transport.register(1, Region(1 << 30, size, 0, length=size))
-    for number in range(3 * HUNG_PINGS):
-        run.transport.ping(number)
-    assert not run.child.fault
-    assert run.taken() == [Answered(number) for number in range(3 * HUNG_PINGS)]
-    assert not [command for command in run.child.commands if isinstance(command, Ping)]
-    run.child.says([Registered(1, b"at last")])
-    for number in range(HUNG_PINGS + 1):
-        run.transport.ping(number)
-    assert run.child.fault == f"it did not answer {HUNG_PINGS} pings"
-
-
-async def test_a_process_that_does_not_come_to_an_end_with_a_pool_is_ended(run: Run) -> None:
-    run.transport.register(1, Region(1 << 30, limits.GIB, 0, length=limits.GIB))
-    while not run.child.fault:
-        run.transport.ping(1)
-    patience = HUNG_PINGS + limits.GIB // keeper.REGISTERED_PER_PING
-    assert run.child.fault == f"it did not answer {patience} pings"
-    assert run.taken() == [Answered(1)] * patience
-
-
 async def test_a_process_that_says_much_and_answers_no_ping_is_ended(run: Run) -> None:
     run.transport.add_peer("p", PEER)
     for read in range(HUNG_PINGS):
@@ -382,19 +357,6 @@ async def test_a_process_with_few_free_descriptors_is_replaced_when_nobody_reads
     assert not answers(4, crowded=True)
     run.child.says([Landed(1, 0.0)])
     assert answers(5, crowded=True) == "few descriptors are free: peers that were forgotten have the others"
-
-
-async def test_a_process_that_pools_which_ended_left_few_addresses_is_replaced_however_young_unless_somebody_reads(
-    run: Run,
-) -> None:
-    run.transport.expect_readers(True)
-    run.transport.ping(1)
-    run.child.says([Answered(1, few_addresses=True)])
-    assert not run.child.fault
-    run.transport.expect_readers(False)
-    run.transport.ping(2)
-    run.child.says([Answered(2, few_addresses=True)])
-    assert run.child.fault == "few addresses are free: pools that have ended have the others"
 
 
 async def test_a_process_that_does_not_open_is_tried_again(run: Run) -> None:
