@@ -1,5 +1,7 @@
-"""The process of the NIXL transport is heard in time, has time for large pools, and is replaced before it has no room."""
+"""The process of the NIXL transport is heard in time, has time for large pools, and is replaced while nobody reads."""
 
+import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ from kvd.memory.memfd import MemfdProvider
 from kvd.transport.interface import Answered, Region, Registered
 from kvd.transport.nixl import agent_loop, keeper
 from kvd.transport.nixl.keeper import HUNG_PINGS
-from kvd.transport.nixl.messages import Ping
+from kvd.transport.nixl.messages import Ping, Stop
 from tests.transport import test_agent_loop, test_nixl_process
 from tests.transport.descriptors import descriptors
 
@@ -94,3 +96,17 @@ async def test_a_process_that_pools_which_ended_left_few_addresses_is_replaced_h
     run.transport.ping(2)
     run.child.says([Answered(2, few_addresses=True)])
     assert run.child.fault == "few addresses are free: pools that have ended have the others"
+
+
+async def test_a_process_is_talked_to_on_the_loop_alone_also_when_a_thread_stops_it(
+    run: test_nixl_process.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, waited = [], []
+    for name in ("send", "close"):
+        call = getattr(run.child, name)
+        monkeypatch.setattr(run.child, name, lambda *args, c=call: threads.append(threading.get_ident()) or c(*args))
+    monkeypatch.setattr(run.child, "end_within", waited.append, raising=False)
+    await asyncio.to_thread(run.transport.stop)
+    assert run.child.commands == [Stop(keeper.STOP_SECONDS)]
+    assert waited == [keeper.STOP_SECONDS]
+    assert threads == [threading.get_ident()] * 2

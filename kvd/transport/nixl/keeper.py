@@ -16,6 +16,7 @@ from kvd.transport.nixl import messages
 from kvd.transport.nixl.child import Child
 from kvd.transport.nixl.messages import NotOpened, Opened
 from kvd.transport.nixl.ucx import set_by_operator
+from kvd.transport.on_loop import on_loop
 
 START_SECONDS: Final = 30.0
 """How long the process may take to start: half a second, more on a busy machine."""
@@ -156,11 +157,18 @@ class Keeper:
 
     def stop(self) -> None:
         """Ends the process, in order if it does so in time, and waits for that. On any thread."""
+        child = on_loop(self._loop, self._let_go)
+        if child is not None:
+            child.end_within(STOP_SECONDS)
+            on_loop(self._loop, child.close)
+
+    def _let_go(self) -> Child | None:
+        """Asks the process to end; it is told nothing more."""
         self._stopped = True
         child, self._child = self._child, None
         if child is not None:
-            child.stop(STOP_SECONDS)
-            self._loop.call_soon_threadsafe(child.close)
+            child.send(messages.Stop(STOP_SECONDS))
+        return child
 
     # --- what it says -----------------------------------------------------------------------------------------------
 
@@ -259,8 +267,6 @@ class Keeper:
             return
         child.watch(self._loop, self._hear, self._ended)
         self._loop.call_later(START_SECONDS, self._overdue, child)
-        if self._stopped:  # on another thread, meanwhile
-            child.kill("the daemon stops")
 
     def _overdue(self, child: Child) -> None:
         if self._child is child and not self.running:
