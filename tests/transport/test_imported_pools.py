@@ -1,28 +1,32 @@
 """What a daemon makes of the pools that another one of its host lends: which it maps, and who waits for that."""
 
+import asyncio
 import contextlib
 import fcntl
 import itertools
 import os
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvd import limits
-from kvd.errors import BadRequest, Unavailable
-from kvd.memory.memfd import SEALS
+from kvd.errors import BadRequest, DeviceError, ErrorCode, Unavailable
+from kvd.memory.memfd import SEALS, MemfdProvider
 from kvd.net.stream import FrameStream
 from kvd.protocol.codec import encode
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool
-from kvd.transport.samehost import importer
+from kvd.transport.interface import PeerAdded, PeerFailed, Region
+from kvd.transport.samehost import devices, importer
 from kvd.transport.samehost.importer import import_pools
 from kvd.transport.samehost.lent import MappedPool, map_host_pool
-from tests.support.patience import PATIENCE
-from tests.transport.test_samehost_hostile import SIZE, TOKEN
+from tests.support.patience import MOMENT, PATIENCE
+from tests.transport.test_samehost_hostile import SIZE, TOKEN, Agent
 
 
 def memfd(*, sparse: bool) -> int:
@@ -129,3 +133,80 @@ def test_what_mapping_takes_does_not_count_as_the_exporters_delay(
         assert imported.find(0)
         assert imported.find(1)
         imported.hang_up()
+
+
+@contextlib.asynccontextmanager
+async def peer_with_two_pools(folder: Path, consumer: Agent) -> AsyncIterator[None]:
+    """A peer that `consumer` has added; it ends with the block, and stops on a thread as in a daemon."""
+    pools = [MemfdProvider().allocate("lent", SIZE) for _ in range(2)]
+    producer = Agent(folder, "producer")
+    for number, pool in enumerate(pools):
+        producer.transport.register(number, Region(pool.base, SIZE, pool.descriptor, length=SIZE))
+    consumer.transport.add_peer("producer", producer.transport.metadata)
+    assert isinstance(await consumer.events.get(), PeerAdded)
+    yield
+    await asyncio.to_thread(producer.transport.stop)
+    for pool in pools:
+        pool.close()
+
+
+async def test_the_loop_goes_on_while_the_pools_of_a_lost_peer_are_unmapped_and_the_end_waits_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, go_on = mapped("memfd:kvd:lent"), threading.Event()
+
+    def slow_to_unmap(pool: ExportedPool, descriptor: int) -> MappedPool:
+        found = map_host_pool(pool, descriptor)
+
+        def close() -> None:
+            assert go_on.wait(MOMENT)
+            found.close()
+
+        return MappedPool(found.memory, close)
+
+    monkeypatch.setattr(devices, "map_host_pool", slow_to_unmap)
+    with Agent(tmp_path, "consumer") as consumer:
+        async with peer_with_two_pools(tmp_path, consumer):
+            pass
+        assert await consumer.events.get() == PeerFailed("producer", "it has ended, or hung up")
+        assert mapped("memfd:kvd:lent") == before + 2
+        go_on.set()
+    assert mapped("memfd:kvd:lent") == before
+
+
+async def test_a_pool_that_cannot_be_unmapped_keeps_no_other_one_mapped_and_the_log_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, refused = mapped("memfd:kvd:lent"), DeviceError(ErrorCode.NO_DEVICE, "no", "CUDA_ERROR_UNKNOWN")
+    failures = [refused]
+
+    def once_not_unmapped(pool: ExportedPool, descriptor: int) -> MappedPool:
+        found = map_host_pool(pool, descriptor)
+
+        def close() -> None:
+            found.close()
+            if failures:
+                raise failures.pop()
+
+        return MappedPool(found.memory, close)
+
+    monkeypatch.setattr(devices, "map_host_pool", once_not_unmapped)
+    with capture_logs() as logged, Agent(tmp_path, "consumer") as consumer:
+        async with peer_with_two_pools(tmp_path, consumer):
+            pass
+        assert isinstance(await consumer.events.get(), PeerFailed)
+    assert mapped("memfd:kvd:lent") == before
+    assert [entry["exc_info"] for entry in logged if entry["event"] == "a pool of a peer is not unmapped"] == [refused]
+
+
+async def test_a_transport_that_is_stopped_on_a_thread_takes_its_readers_away_on_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, threads = asyncio.get_running_loop(), []
+    for name in ("remove_reader", "remove_writer"):
+        remove = getattr(loop, name)
+        monkeypatch.setattr(loop, name, lambda fd, r=remove: threads.append(threading.get_ident()) or r(fd))
+    consumer = Agent(tmp_path, "consumer")
+    async with peer_with_two_pools(tmp_path, consumer):
+        await asyncio.to_thread(consumer.transport.stop)
+    assert set(threads) == {threading.get_ident()}
