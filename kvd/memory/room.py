@@ -46,11 +46,6 @@ class Room:
         self._lock = threading.Lock()
         self._takers: set[_Taker] = set()
 
-    def left(self) -> int:
-        """Bytes that are not promised to anybody."""
-        with self._lock:
-            return self._unpromised(self._look())
-
     @contextlib.contextmanager
     def taken(self, name: str, length: int) -> Iterator[Callable[[int], None]]:
         """Promises `length` bytes to the pool `name` while the block lasts, in which they are faulted in.
