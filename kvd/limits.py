@@ -481,7 +481,7 @@ MAX_TOKENS: Final = 2048
 """Sets of pools that importers may ask for, the latest ones: each pool that comes or goes makes another set."""
 
 IMPORT_SECONDS: Final = 5.0
-"""How long importing a peer's pools may take, a millisecond as a rule; and how long a connection may ask nothing."""
+"""How long to wait for a peer's pools, a millisecond as a rule; and how long a connection may ask nothing."""
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------
 MAX_HTTP_CONNECTIONS: Final = 64

@@ -1,4 +1,4 @@
-"""Streams of work for a GPU, and events that tell how far it has come."""
+"""Streams of work for a GPU."""
 
 from types import TracebackType
 from typing import Any, Self
@@ -20,12 +20,6 @@ class Stream:
         """Zeroes `length` bytes of the GPU."""
         call("cuMemsetD8Async", address, 0, length, self.handle)
 
-    def record(self) -> "Event":
-        """An event that is complete once all that was put in until now is done."""
-        event = Event()
-        call("cuEventRecord", event.handle, self.handle)
-        return event
-
     def is_idle(self) -> bool:
         """Whether all is done.
 
@@ -33,7 +27,11 @@ class Stream:
             DeviceError: some of it failed.
 
         """
-        return _is_ready("cuStreamQuery", self.handle)
+        (result,) = api().cuStreamQuery(self.handle)
+        if result.name == _NOT_READY:
+            return False
+        check(result, "cuStreamQuery")
+        return True
 
     def synchronize(self) -> None:
         """Waits until all is done, without holding up other threads.
@@ -55,32 +53,3 @@ class Stream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class Event:
-    """A point in a stream, made by `Stream.record`."""
-
-    def __init__(self) -> None:
-        self.handle: Any = call("cuEventCreate", api().CUevent_flags.CU_EVENT_DISABLE_TIMING)
-
-    def is_complete(self) -> bool:
-        """Whether all before it is done, so that its bytes are where they should be.
-
-        Raises:
-            DeviceError: some of it failed.
-
-        """
-        return _is_ready("cuEventQuery", self.handle)
-
-    def close(self) -> None:
-        """Destroys the event, complete or not."""
-        call("cuEventDestroy", self.handle)
-
-
-def _is_ready(name: str, handle: Any) -> bool:
-    """What the driver's query `name` says."""
-    (result,) = getattr(api(), name)(handle)
-    if result.name == _NOT_READY:
-        return False
-    check(result, name)
-    return True

@@ -125,7 +125,8 @@ def open_parts(
         BadRequest: `BAD_CONFIG`, a part cannot be opened as it is configured.
 
     """
-    provider = provider_for(config.device, config.memory)
+    mappings = 1 if is_local(config.listen) else 2  # NIXL's process has the other
+    provider = provider_for(config.device, config.memory, mappings=mappings)
     rules = () if config.worker_policy is None else admission.load(config.worker_policy)
     policy = admission.Policy(os.geteuid(), rules)
     http = HttpServer(config.http, metrics.registry, health)

@@ -87,6 +87,8 @@ class Mapping:
             for line in smaps:
                 key, *values = line.split()
                 if not key.endswith(b":"):
+                    if inside:
+                        break  # the kernel walks through the page tables of each mapping that is read of
                     inside = key.startswith(start.encode())
                 elif inside and len(values) == 2:
                     found[key] = int(values[0]) * limits.KIB

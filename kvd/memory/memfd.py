@@ -57,11 +57,15 @@ class MemfdPool:
         """Maps the pool at another address, see `Memory`."""
         try:
             mapping = Mapping(self.descriptor, self._mapping.length)
-            mapping.populate()
+            try:
+                mapping.populate()
+            except OSError:
+                mapping.close()
+                raise
         except OSError as error:
             raise refusal(ErrorCode.OVERLOADED, f"the pool cannot be mapped anew: {error}") from error
-        self._mapping.blank()
-        self._mapping = mapping
+        old, self._mapping = self._mapping, mapping  # first: if blanking fails, nobody knows what is at the old address
+        old.blank()
 
     def close(self) -> None:
         """Unmaps and closes; a second call does nothing. The bytes live on while another process holds the file."""

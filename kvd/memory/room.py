@@ -35,20 +35,16 @@ def available() -> Available:
 
 
 class Room:
-    """Room for pools that are being made; any thread may use it.
+    """Room for pools that are being made, which `mappings` processes of the daemon map; any thread may use it.
 
     What two ask for together is more than what each sees alone, as memory is gone only once it is faulted in.
     """
 
-    def __init__(self, look: Callable[[], Available] = available) -> None:
+    def __init__(self, look: Callable[[], Available] = available, *, mappings: int = 1) -> None:
         self._look = look
+        self._mappings = mappings
         self._lock = threading.Lock()
         self._takers: set[_Taker] = set()
-
-    def left(self) -> int:
-        """Bytes that are not promised to anybody."""
-        with self._lock:
-            return self._unpromised(self._look())
 
     @contextlib.contextmanager
     def taken(self, name: str, length: int) -> Iterator[Callable[[int], None]]:
@@ -60,7 +56,7 @@ class Room:
             NoMemory: there is too little; the text has both figures.
 
         """
-        taker = _Taker(length + length // _PAGE_TABLES)
+        taker = _Taker(length + self._mappings * length // _PAGE_TABLES)
         with self._lock:
             found = self._look()
             left = self._unpromised(found)

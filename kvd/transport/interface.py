@@ -153,10 +153,14 @@ class ReadFailed(Struct, frozen=True, gc=False, tag=True):
 
 
 class Answered(Struct, frozen=True, gc=False, tag=True):
-    """The transport ran `ping(number)`: it is alive. `crowded`, if its process has most of its descriptors in use."""
+    """The transport ran `ping(number)`: it is alive. `crowded`, if its process has most of its descriptors in use.
+
+    `few_addresses`, if pools that have ended have left its process few of them.
+    """
 
     number: int
     crowded: bool = False
+    few_addresses: bool = False
 
 
 class Notified(Struct, frozen=True, gc=False, tag=True):

@@ -16,6 +16,8 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from kvd import limits
+from kvd.errors import BadRequest
+from kvd.protocol.codec import Decoder
 from kvd.transport.interface import (
     Answered,
     Deregistered,
@@ -40,7 +42,7 @@ class Metadata(Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(Metadata)
+_decoder = Decoder[Metadata](Metadata)
 
 
 class _Attempt(Struct, frozen=True):
@@ -112,9 +114,9 @@ class RoutedTransport:
         """Makes `agent` reachable, within the host if that is possible; answered by `PeerAdded` or `PeerFailed`."""
         try:
             parts = _decoder.decode(metadata)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except BadRequest as error:
             self.remove_peer(agent)
-            self._on_event(PeerFailed(agent, f"its metadata cannot be read: {error}"))
+            self._on_event(PeerFailed(agent, f"its metadata cannot be read: {error.text}"))
             return
         self._adding[agent] = _Attempt(metadata, parts)
         self._same_host.add_peer(agent, parts.same_host, address)

@@ -103,10 +103,7 @@ def check_copies():
     with gpu.current():
         stream = Stream(gpu)
         copies.copy(stream, tos + np.uint64(target.base), froms + np.uint64(source.base), np.full(count, 64, np.uint64))
-        event = stream.record()
-        while not event.is_complete():
-            pass
-        event.close()
+        stream.synchronize()
         stream.close()
     landed = np.frombuffer(target.read(0, 64 * count), np.uint8).reshape(count, 64)
     assert (landed == content[: 64 * count].reshape(count, 64)[order.astype(int)]).all()
@@ -134,16 +131,14 @@ def test_many_copies_land_where_they_should_though_an_older_driver_has_no_batche
 
 
 @over_standin(hold=2)
-def test_an_event_is_complete_only_after_what_was_put_in_before_it():
+def test_a_stream_is_idle_only_after_what_was_put_in_is_done():
     gpu = device(0)
     memory = Mapping.allocate(gpu, LENGTH)
     with gpu.current(), Stream(gpu) as stream:
         stream.zero(memory.base, LENGTH)
-        event = stream.record()
-        assert not event.is_complete()
+        assert not stream.is_idle()
         stream.synchronize()
-        assert event.is_complete()
-        event.close()
+        assert stream.is_idle()
     memory.close()
 
 

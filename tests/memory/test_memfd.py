@@ -1,4 +1,5 @@
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -8,11 +9,15 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import BadRequest, ErrorCode, Unavailable
-from kvd.memory.mapping import HUGE_PAGE
+from kvd.memory.mapping import HUGE_PAGE, Mapping
 from kvd.memory.memfd import SEALS, Backing, MemfdPool, MemfdProvider
 from tests.support.descriptors import no_descriptors_left
 
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+def failing(_mapping: Mapping) -> None:
+    raise OSError(errno.ENOMEM, "no memory")
 
 
 @pytest.fixture(autouse=True)
@@ -236,6 +241,32 @@ def test_a_pool_that_moves_keeps_its_bytes_and_leaves_zeros() -> None:
         assert ctypes.string_at(before, HUGE_PAGE) == bytes(HUGE_PAGE)
         lent[:4] = b"more"
         assert ctypes.string_at(pool.base, 4) == b"more"
+    pool.close()
+
+
+def test_a_pool_that_cannot_be_faulted_in_at_another_address_stays_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = MemfdProvider().allocate("prefill-0", HUGE_PAGE)
+    before = pool.base
+    monkeypatch.setattr(Mapping, "populate", failing)
+    with pytest.raises(Unavailable, match=r"cannot be mapped anew: .*no memory"):
+        pool.move()
+    assert pool.base == before
+    pool.close()
+
+
+def test_a_pool_that_has_moved_does_not_use_an_old_address_that_could_not_be_blanked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = MemfdProvider().allocate("prefill-0", HUGE_PAGE)
+    old = pool._mapping
+    monkeypatch.setattr(Mapping, "blank", failing)
+    with pytest.raises(OSError, match="no memory"):
+        pool.move()
+    assert pool.base != old.base
+    assert pool.length == HUGE_PAGE
+    old.close()
     pool.close()
 
 

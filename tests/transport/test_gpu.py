@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import os
 import tempfile
+import threading
 from queue import Queue
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from structlog.testing import capture_logs
 import kvd.cuda.device
 from kvd import limits
 from kvd.cuda import driver, kernel, streams
+from kvd.cuda.copies import pin
 from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping
 from kvd.errors import BadRequest, DeviceError, ErrorCode
@@ -23,7 +25,7 @@ from kvd.memory.cuda import CudaProvider
 from kvd.memory.memfd import MemfdProvider
 from kvd.plan import Descriptors
 from kvd.protocol.export import ExportedPool
-from kvd.transport.interface import Deregistered, Landed, PeerAdded, ReadRequest, Region, TransportDied
+from kvd.transport.interface import Deregistered, Landed, PeerAdded, PeerFailed, ReadRequest, Region, TransportDied
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read
 from kvd.transport.samehost.devices import Devices
 from kvd.transport.samehost.gpu import Gpu
@@ -245,14 +247,18 @@ async def heard(events, kind):
     return event
 
 
+async def registrations(count):
+    async with asyncio.timeout(MOMENT):
+        while live()["registrations"] != count:  # noqa: ASYNC110 - only the driver tells
+            await asyncio.sleep(0.01)
+
+
 @over_standin()
 def test_a_host_pool_is_pinned_while_a_peer_has_pools_on_a_gpu_and_unpinned_before_it_may_be_unmapped():
     async def check():
         producer, consumer, events = lend_to_a_host_pool()
         await heard(events, PeerAdded)
-        async with asyncio.timeout(MOMENT):
-            while not live()["registrations"]:  # noqa: ASYNC110 - only the driver tells
-                await asyncio.sleep(0.01)
+        await registrations(1)
         consumer.deregister(1)
         await heard(events, Deregistered)
         assert live()["registrations"] == 0
@@ -263,6 +269,32 @@ def test_a_host_pool_is_pinned_while_a_peer_has_pools_on_a_gpu_and_unpinned_befo
         assert live()["registrations"] == 0
         consumer.stop()
         producer.stop()
+
+    asyncio.run(check())
+
+
+@over_standin()
+def test_a_peers_host_pool_is_pinned_when_the_peer_is_added_already_and_unpinned_before_it_is_unmapped():
+    async def check():
+        go_on, folder, events = threading.Event(), tempfile.mkdtemp(), asyncio.Queue()
+        loop, common = asyncio.get_running_loop(), {"host": "here", "threads": 1}
+        producer = SameHostTransport("p#1", loop, f"{folder}/p.pools", **common)
+        consumer = SameHostTransport("d#1", loop, f"{folder}/d.pools", device=device(0).uuid, **common)
+        producer.start(lambda _: None)
+        consumer.start(events.put_nowait)
+        lent = MemfdProvider().allocate("lent", LENGTH)
+        producer.register(1, Region(lent.base, lent.size, lent.descriptor, length=lent.length))
+        slowly = patch("kvd.transport.samehost.gpu.pin", lambda *at, **how: go_on.wait(MOMENT) and pin(*at, **how))
+        with slowly:
+            consumer.add_peer("p#1", producer.metadata)
+            await heard(events, PeerAdded)
+            assert live()["registrations"] == 0
+            go_on.set()
+            await registrations(1)
+        producer.stop()
+        await heard(events, PeerFailed)
+        await registrations(0)
+        consumer.stop()
 
     asyncio.run(check())
 

@@ -353,10 +353,10 @@ def test_without_memory_for_a_table_small_reads_are_copied_by_threads_and_no_str
 @over_standin(hold=2)
 def test_a_small_read_ends_though_the_driver_does_not_unmap_what_it_has_read():
     async def check():
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         async with two_sides() as sides:
-            with HASTY, patch.object(ImportedPools, "release", side_effect=UNKNOWN):
+            with HASTY, patch("kvd.cuda.memory.Mapping.close", side_effect=UNKNOWN):
                 sides.read(1, 5)
+                sides.consumer.remove_peer("p#1")
                 await sides.heard(Landed)
 
     asyncio.run(check())

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import resource
 import signal
@@ -16,8 +15,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvd import limits
-from kvd.errors import BadRequest, Unavailable
-from kvd.memory.memfd import SEALS, MemfdProvider
+from kvd.errors import Unavailable
+from kvd.memory.memfd import MemfdProvider
 from kvd.net.stream import FrameStream, pack
 from kvd.protocol.codec import encode
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool, Import, Withdrawn
@@ -105,62 +104,6 @@ async def test_who_shows_a_token_that_covers_nothing_is_hung_up_on(tmp_path: Pat
         writer.write(len(content).to_bytes(4, "little") + content)
         assert b"the token covers no pool here" in await reader.read()  # and then the end
         writer.close()
-
-
-@contextlib.contextmanager
-def exporter_that_sends(path: Path, pools: list[ExportedPool], *, sparse: bool = False) -> Iterator[ExportAddress]:
-    """An exporter that lends these pools, whatever it is asked."""
-    descriptor = os.memfd_create("pool", os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, SIZE)
-    if not sparse:
-        os.posix_fallocate(descriptor, 0, SIZE)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-
-        def send() -> FrameStream:
-            stream = FrameStream(listener.accept()[0])
-            with contextlib.suppress(BrokenPipeError):  # whoever refuses a pool may have hung up already
-                for pool in pools:
-                    stream.send(encode(pool), (descriptor,))
-                stream.send(encode(Exported(bytes(8), bytes(8))))
-            return stream
-
-        with ThreadPoolExecutor(1) as thread:
-            sending = thread.submit(send)
-            yield ExportAddress("x", "this", str(path), TOKEN)
-            sending.result().close()
-    os.close(descriptor)
-
-
-def mapped(name: str) -> int:
-    return Path("/proc/self/maps").read_text(encoding="utf-8").count(name)
-
-
-def test_two_pools_of_one_address_are_refused_and_nothing_stays_mapped(tmp_path: Path) -> None:
-    before = mapped("memfd:pool")
-    pool = ExportedPool((4096).to_bytes(8, "little"), SIZE, SIZE)
-    with exporter_that_sends(tmp_path / "x", [pool, pool]) as address, pytest.raises(BadRequest, match="0x1000"):
-        import_pools(address, map_host_pool)
-    assert mapped("memfd:pool") == before
-
-
-def test_a_pool_without_its_memory_is_refused(tmp_path: Path) -> None:
-    pool = ExportedPool((4096).to_bytes(8, "little"), SIZE, SIZE)
-    lent = exporter_that_sends(tmp_path / "x", [pool], sparse=True)
-    with lent as address, pytest.raises(BadRequest, match="0 of them in memory"):
-        import_pools(address, map_host_pool)
-
-
-def test_more_pools_than_a_daemon_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.limits.MAX_POOLS", 2)
-    before = mapped("memfd:pool")
-    pools = [ExportedPool(number.to_bytes(8, "little"), SIZE, SIZE) for number in range(3)]
-    with exporter_that_sends(tmp_path / "x", pools) as address, pytest.raises(BadRequest, match="more than 2 pools"):
-        import_pools(address, map_host_pool)
-    assert mapped("memfd:pool") == before
 
 
 async def test_exporters_that_do_not_answer_keep_no_other_work_waiting(tmp_path: Path) -> None:
@@ -349,19 +292,6 @@ def test_an_import_without_a_descriptor_left_fails_with_that_name_and_at_once(tm
         address = ExportAddress("x", "this", str(tmp_path / "x.pools"), TOKEN)
         with descriptors_taken(below=256, limit=256), pytest.raises(Unavailable, match="Too many open files"):
             import_pools(address, map_host_pool)
-
-
-def test_pools_of_peers_leave_the_last_descriptors_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Which number it gets depends on what other threads of the tests' process close at the moment.
-    monkeypatch.setattr("kvd.transport.samehost.lent.is_scarce", lambda _descriptor: True)
-    pool = ExportedPool((4096).to_bytes(8, "little"), SIZE, SIZE)
-    before = mapped("memfd:pool")
-    with (
-        exporter_that_sends(tmp_path / "x", [pool]) as address,
-        pytest.raises(Unavailable, match="Too many open files"),
-    ):
-        import_pools(address, map_host_pool)
-    assert mapped("memfd:pool") == before
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from kvd import limits
 from kvd.errors import NoMemory
@@ -21,6 +22,7 @@ from kvd.transport.interface import (
 )
 from kvd.transport.staged import messages
 from kvd.transport.staged.messages import State, Wanted, heading, tag
+from kvd.transport.staged.transport import BUFFERS
 from tests.conformance.site import Reader, blocks, pattern
 from tests.transport.staged_site import Producer, StagedSite
 
@@ -166,6 +168,32 @@ async def test_a_pool_that_is_registered_anew_is_served_under_another_token_and_
     assert two.producer.end.gpu.copies == copies
     reader = await two.reader(await two.describe(1))
     assert isinstance(await reader.end(two.read(reader, 0)), Landed)
+
+
+async def test_buffers_that_were_refused_once_are_there_for_the_next_peer_and_the_log_has_the_reason():
+    site = StagedSite(source=False, target=True)
+    producer = await site.producer(SIZE, 1)
+    base, memory, _ = site.memory(SIZE)
+    reader = Reader(site.transport(), Region(base, SIZE), memory)
+    network, refusals = reader.transport._end.network, [RegisterFailed(BUFFERS, "none left")]
+    register = network.register
+
+    def refuse_once(pool, region):
+        if pool == BUFFERS and refusals:
+            network._soon(network._emit, refusals.pop())
+        else:
+            register(pool, region)
+
+    network.register = refuse_once
+    with capture_logs() as logged:
+        reader.transport.start(reader.on_event)
+        reader.transport.register(1, reader.region)
+        await reader.answer(Registered)
+    assert [entry["reason"] for entry in logged] == ["none left"]
+    await reader.add(producer)
+    end = await reader.end(reader.read(producer, blocks(0, 16, 64 * limits.KIB)))
+    assert isinstance(end, Landed), end
+    assert np.array_equal(memory, pattern(1, SIZE))
 
 
 # --- bounds ---------------------------------------------------------------------------------------------------------

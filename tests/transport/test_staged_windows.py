@@ -318,7 +318,7 @@ def test_a_read_that_is_aborted_while_its_window_is_read_is_not_asked_for_again(
     assert event.aborted
     assert len(played.asked) == 1
     assert played.finished == played.asked
-    assert 1 not in played.reads
+    assert 1 not in played.reads._reads
 
 
 # --- over the fake fabric -------------------------------------------------------------------------------------------

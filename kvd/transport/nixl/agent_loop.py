@@ -38,6 +38,11 @@ CHECKS_PER_POST = 32
 CROWDED = 0.75
 """The part of its descriptors that this process may use before it says so."""
 
+MAX_BLANKED = 1 << 15
+MAX_BLANKED_BYTES = 1 << 45
+"""Addresses of pools that have ended before it says so, ranges and bytes, which it cannot give back: half of the 65,530
+mappings of `vm.max_map_count`, and a quarter of what a process can address."""
+
 
 class _Pool(Struct, frozen=True):
     """A registered pool; `base` is its address in the daemon, `mapping` where it lies in this process.
@@ -86,13 +91,15 @@ class AgentLoop:
         self._reads = Reads(agent, failures, endpoints, self._addresses, emit=emit, flush=flush)
         self._poll = PollInterval()
         self._pools: dict[int, _Pool] = {}
+        self._blanked = 0
+        self._blanked_bytes = 0
         self._process = os.urandom(8)
         self._stop_seconds: float | None = None
 
     def run(self) -> None:
         """Serves until `stop`, or until no command will come; what escapes it is a defect."""
         busy = False
-        polled = 0.0
+        polled = flushed = 0.0
         while self._stop_seconds is None:
             wait = 0.0 if busy else self._poll.seconds(time.monotonic(), bool(self._reads.in_flight))
             commands = self._commands(wait)
@@ -102,9 +109,10 @@ class AgentLoop:
                 command()
             posted = self._reads.post_next()
             ended = self._reads.check_posted(CHECKS_PER_POST if posted else self._reads.in_flight)
-            if not posted:
-                self._flush()
             now = time.monotonic()
+            if not posted or now - flushed >= RECENT:  # posts may follow one another for minutes
+                self._flush()
+                flushed = now
             if not posted or now - polled >= (PROMPT if self._poll.readers_expected else RECENT):
                 self._take_messages(self._nixl.get_new_notifs())  # makes progress for peers that read from us, too
                 polled = now
@@ -143,6 +151,8 @@ class AgentLoop:
         ended = self._pools.pop(pool)
         self._nixl.deregister_memory(ended.registration)
         del self._addresses[ended.base]
+        self._blanked += 1
+        self._blanked_bytes += ended.mapping.length
         ended.mapping.blank()
         self._emit(Deregistered(pool, self.metadata))
 
@@ -198,7 +208,8 @@ class AgentLoop:
 
     def ping(self, number: int) -> None:
         """Gives a sign of life."""
-        self._emit(Answered(number, _is_crowded()))
+        few_addresses = self._blanked >= MAX_BLANKED or self._blanked_bytes >= MAX_BLANKED_BYTES
+        self._emit(Answered(number, _is_crowded(), few_addresses))
 
     def stop(self, seconds: float) -> None:
         """Makes `run` return: no new posts, and `seconds` for those in flight."""

@@ -168,14 +168,12 @@ class Child:
             self._loop.remove_reader(self._stream.fileno())
         self._process.kill()
 
-    def stop(self, seconds: float) -> None:
-        """Asks it to end, and kills it if it takes longer; waits for that. On any thread, with nothing else to send."""
-        with contextlib.suppress(OSError, KvdError):
-            self._stream.send(messages.encode(messages.Stop(seconds)))
+    def end_within(self, seconds: float) -> None:
+        """Waits for the end that it was asked for, and kills it if that takes longer. On any thread."""
         try:
             self._process.wait(seconds + _SPARE_SECONDS)
         except subprocess.TimeoutExpired:
-            self.kill("it did not stop")
+            self._process.kill()
             self._process.wait()
 
     def wait(self) -> str:

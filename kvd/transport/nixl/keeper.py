@@ -16,6 +16,7 @@ from kvd.transport.nixl import messages
 from kvd.transport.nixl.child import Child
 from kvd.transport.nixl.messages import NotOpened, Opened
 from kvd.transport.nixl.ucx import set_by_operator
+from kvd.transport.on_loop import on_loop
 
 START_SECONDS: Final = 30.0
 """How long the process may take to start: half a second, more on a busy machine."""
@@ -26,6 +27,10 @@ network. A process that is killed in the middle of reads has ended those that it
 
 HUNG_PINGS: Final = 25
 """In a row to which it may say nothing. The watchdog sends one a second, and gives a daemon that hangs longer."""
+
+REGISTERED_PER_PING: Final = 256 * limits.MIB
+"""Bytes of pools that are being registered for which it may leave one more ping unanswered. To fault in a GiB on small
+pages took 0.2 s of a core, 2 s beside the work of others; for RDMA the device has to pin them, too."""
 
 _SIGNS_OF_LIFE: Final = (Answered, Registered, RegisterFailed, Deregistered)
 """What it says while it gets to no ping, as it registers one large pool after the other."""
@@ -79,6 +84,8 @@ class Keeper:
         self._pause = FIRST_PAUSE
         self._pings = 0
         """Since its last sign of life."""
+        self._registering: dict[int, int] = {}
+        """Bytes of the pools that it has yet to register."""
         self._pinged: dict[int, int] = {}
         """Pings that it has not answered, and how many bytes it was told up to each."""
         self._notified = 0
@@ -117,12 +124,21 @@ class Keeper:
         """
         if self._child is not None and self.running:
             self._child.send(command, descriptors)
+            if isinstance(command, messages.Register):
+                self._registering[command.pool] = command.length
 
     def ping(self, number: int) -> None:
-        """Asks a running process for a sign of life, and ends one that gives none for long."""
+        """Asks a running process for a sign of life, and ends one that gives none for long.
+
+        For one that registers pools the answer is given here: it gets to no ping, and does what it should.
+        """
         self._pings += 1
-        if self._pings > HUNG_PINGS:
-            self.accuse(f"it did not answer {HUNG_PINGS} pings")
+        patience = HUNG_PINGS + sum(self._registering.values()) // REGISTERED_PER_PING
+        if self._pings > patience:
+            self.accuse(f"it did not answer {patience} pings")
+        elif self._registering:
+            self._on_heard(Answered(number))
+            return
         self.tell(messages.Ping(number))
         if self._child is not None and self.running:
             self._pinged[number] = self._child.told
@@ -132,18 +148,27 @@ class Keeper:
         if self._child is not None:
             self._child.kill(fault)
 
-    def replace_crowded(self) -> None:
-        """Ends a process with few free descriptors, through which nobody reads, unless it is young."""
-        if self._loop.time() - self._began > CROWDED_AFTER:
+    def make_room(self, answer: Answered) -> None:
+        """Ends a process through which nobody reads if few addresses are free, or few descriptors and it is old."""
+        if answer.few_addresses:
+            self.accuse("few addresses are free: pools that have ended have the others")
+        elif answer.crowded and self._loop.time() - self._began > CROWDED_AFTER:
             self.accuse("few descriptors are free: peers that were forgotten have the others")
 
     def stop(self) -> None:
         """Ends the process, in order if it does so in time, and waits for that. On any thread."""
+        child = on_loop(self._loop, self._let_go)
+        if child is not None:
+            child.end_within(STOP_SECONDS)
+            on_loop(self._loop, child.close)
+
+    def _let_go(self) -> Child | None:
+        """Asks the process to end; it is told nothing more."""
         self._stopped = True
         child, self._child = self._child, None
         if child is not None:
-            child.stop(STOP_SECONDS)
-            self._loop.call_soon_threadsafe(child.close)
+            child.send(messages.Stop(STOP_SECONDS))
+        return child
 
     # --- what it says -----------------------------------------------------------------------------------------------
 
@@ -176,6 +201,8 @@ class Keeper:
                 child.kill(f"it told of what nobody asked for: {type(event).__name__}")
             elif isinstance(event, _SIGNS_OF_LIFE):
                 self._pings = 0
+                if isinstance(event, Registered | RegisterFailed):
+                    self._registering.pop(event.pool, None)
 
     def _pass_on(self, message: Notified) -> None:
         """Passes a peer's message on, unless there were too many: nobody asked for it, and others wait for the loop."""
@@ -217,6 +244,7 @@ class Keeper:
         child.close()
         self._child, self.running, self._pings = None, False, 0
         self._pinged.clear()
+        self._registering.clear()
         if self._loop.time() - self._began > STEADY_SECONDS:
             self._pause = FIRST_PAUSE
         _log.warning("the transport's process ended", pid=child.pid, how=how, again_in=self._pause)
@@ -239,8 +267,6 @@ class Keeper:
             return
         child.watch(self._loop, self._hear, self._ended)
         self._loop.call_later(START_SECONDS, self._overdue, child)
-        if self._stopped:  # on another thread, meanwhile
-            child.kill("the daemon stops")
 
     def _overdue(self, child: Child) -> None:
         if self._child is child and not self.running:

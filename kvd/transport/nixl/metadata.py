@@ -9,6 +9,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvd import limits
+from kvd.errors import BadRequest
+from kvd.protocol.codec import Decoder
 
 _MAGIC = b"nixlSerDes|Agent"
 
@@ -27,14 +29,14 @@ class Metadata(Struct, frozen=True, array_like=True):
 
 
 write = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(Metadata)
+_decoder = Decoder[Metadata](Metadata)
 
 
 def read(metadata: bytes) -> Metadata | None:
     """What a peer sent, taken apart; None if it is none."""
     try:
         return _decoder.decode(metadata)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except BadRequest:
         return None
 
 

@@ -247,8 +247,8 @@ class NixlTransport:
         return asked
 
     def _make_room(self, event: Answered | Notified) -> None:
-        if isinstance(event, Answered) and event.crowded and not (self._reads or self._readers_expected):
-            self._keeper.replace_crowded()
+        if isinstance(event, Answered) and not (self._reads or self._readers_expected):
+            self._keeper.make_room(event)
 
     def _peer_told(self, event: PeerAdded | PeerFailed) -> bool:
         if not self._words:

@@ -101,17 +101,17 @@ def load_nixl() -> Any:
     return importlib.import_module(nixl_name())
 
 
-def open_agent(name: str, devices: Collection[str] | None = None, ports: str | None = None) -> Any:
+def open_agent(name: str, devices: Collection[str] | None = None) -> Any:
     """A NIXL agent with the UCX backend and no progress thread: the caller makes the progress.
 
-    `devices` and `ports` are as in `choose_settings`; those of the first agent in a process hold for all.
+    `devices` is as in `choose_settings`; that of the first agent in a process holds for all.
 
     Raises:
         ImportError: nixl is not installed (it comes with the extra `daemon`).
         BadRequest: `BAD_CONFIG`, UCX does not start; the text names what it was told by the environment.
 
     """
-    choose_settings(os.environ, devices, ports)
+    choose_settings(os.environ, devices, None)
     nixl = load_nixl()
     try:
         return make_agent(nixl, name)

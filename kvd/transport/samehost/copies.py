@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from msgspec import Struct
@@ -28,17 +28,11 @@ SMALL_DESCRIPTORS: Final = 64
 1 MiB between host pools, which the loop copies in 50 to 100 (`kvd bench`, two cores)."""
 
 
-class Copy(Protocol):
-    """A way to copy."""
+Copy = Callable[[U64, U64, U64], None]
+"""Of target, source, length: copies `length[i]` bytes from address `source[i]` to `target[i]`, which then have landed.
 
-    def __call__(self, target: U64, source: U64, length: U64) -> None:
-        """Copies `length[i]` bytes from address `source[i]` to `target[i]`; all have landed when it returns.
-
-        Raises:
-            OSError: not all could be copied.
-            KvdError: the same, of a GPU; `InternalError`, nobody knows what lands.
-
-        """
+It raises OSError if not all could be copied, KvdError of a GPU, and `InternalError` if nobody knows what lands.
+"""
 
 
 class Memory(Struct, frozen=True, gc=False):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import structlog
@@ -98,7 +98,7 @@ class Gpu:
 
         """
         if not pool.device:
-            return self._pinned(map_host_pool(pool, descriptor), pool.length)
+            return self._pinnable(map_host_pool(pool, descriptor), pool.length)
         check_export(self._device, descriptor)
         mapping = Mapping.map_descriptor(self._device, descriptor, pool.length, writable=False)
         _ = self._kernel  # the driver compiles it now, and not while the first read waits
@@ -162,21 +162,23 @@ class Gpu:
         table: CopyTable | None = self._own.table
         return table
 
-    def _pinned(self, pool: MappedPool, length: int) -> MappedPool:
-        """The pool, pinned if the driver lets us; otherwise the driver copies it twice."""
-        address = pool.memory.address
-        try:
-            pin(self._device, address, length, writable=False)
-        except DeviceError as error:
-            _log.warning("a peer's pool cannot be pinned: copies to the GPU are slower", reason=error.text)
-            return pool
+    def _pinnable(self, pool: MappedPool, length: int) -> MappedPool:
+        """The pool, to be pinned if the driver lets us; otherwise the driver copies it twice."""
+        address, pinned = pool.memory.address, ExitStack()
+
+        def pin_for_reading() -> None:
+            try:
+                pin(self._device, address, length, writable=False)
+            except DeviceError as error:
+                _log.warning("a peer's pool cannot be pinned: copies to the GPU are slower", reason=error.text)
+            else:
+                pinned.callback(self.unpin, address)
 
         def close() -> None:
-            with _unless_lost():
-                unpin(self._device, address)
+            pinned.close()
             pool.close()
 
-        return MappedPool(pool.memory, close)
+        return MappedPool(pool.memory, close, pin_for_reading)
 
 
 class SmallCopies:

@@ -59,6 +59,8 @@ class ImportedPools:
         self._stream = stream
         self._lent: dict[int, _Lent] = {}
         """By the address of the pool in the exporting daemon's process."""
+        self._files: set[tuple[int, int]] = set()
+        """Device and inode of those in host memory."""
         self.process: ProcessMemory | None = None
         self.lost = ""
         """Why no read of them lands any more."""
@@ -115,7 +117,8 @@ class ImportedPools:
         """Maps a pool by `map_pool`; the descriptor stays the caller's.
 
         Raises:
-            BadRequest: `BAD_POOL`, its address has come before; `TOO_LARGE`, there are more pools than a daemon has.
+            BadRequest: `BAD_POOL`, its address has come before, or its file, which one could lend until our address
+                space is full; `TOO_LARGE`, there are more pools than a daemon has.
             KvdError: it cannot be mapped.
 
         """
@@ -125,6 +128,13 @@ class ImportedPools:
         if len(self._lent) >= limits.MAX_POOLS:
             raise refusal(ErrorCode.TOO_LARGE, f"more than {limits.MAX_POOLS} pools came")
         self._lent[base] = _Lent(map_pool(pool, descriptor))
+        if pool.device:  # its descriptors are all of one device file
+            return
+        status = os.fstat(descriptor)
+        file = status.st_dev, status.st_ino
+        if file in self._files:
+            raise refusal(ErrorCode.BAD_POOL, f"the pool at {base:#x} is of a file that another one came with")
+        self._files.add(file)
 
     def withdraw(self, message: Withdrawn) -> None:
         """Unmaps a pool that has ended once no read uses it.
@@ -194,7 +204,7 @@ def _is_same(one: str, other: str) -> bool:
 
 
 def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
-    """Imports what `address` leads to, each pool by `map_pool`. Blocks for up to `limits.IMPORT_SECONDS`.
+    """Imports what `address` leads to, each pool by `map_pool`. Waits for up to `limits.IMPORT_SECONDS` beside that.
 
     Raises:
         KvdError: the pools cannot be had; the text says why.
@@ -220,8 +230,12 @@ def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
         with contextlib.suppress(OSError):  # without it stamps cannot be read, and proofs go by message
             pools.process = ProcessMemory(connected)
         stream.send(encode(Import(address.token)))
-        while not _complete(pools, _next_frames(stream, deadline), map_pool):
-            pass
+        while True:
+            frames = _next_frames(stream, deadline)
+            came = time.monotonic()
+            if _complete(pools, frames, map_pool):
+                break
+            deadline += time.monotonic() - came  # what mapping takes is not the exporter's delay
     except OSError as error:
         pools.hang_up()
         raise refusal(ErrorCode.TRANSPORT, f"{address.path}: the daemon hung up ({error})") from error

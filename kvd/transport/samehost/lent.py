@@ -39,12 +39,17 @@ _libc.pread.restype = ctypes.c_ssize_t
 _libc.pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
 
 
-class MappedPool:
-    """A peer's pool in this process; `close` unmaps it."""
+def _nothing() -> None:
+    """Host memory that only the kernel copies needs no pinning, nor does a GPU's."""
 
-    def __init__(self, memory: Memory, close: Callable[[], None]) -> None:
+
+class MappedPool:
+    """A peer's pool in this process; `pin` makes copies of it faster, `close` unmaps it."""
+
+    def __init__(self, memory: Memory, close: Callable[[], None], pin: Callable[[], None] = _nothing) -> None:
         self.memory = memory
         self.close = close
+        self.pin = pin
 
 
 def map_host_pool(pool: ExportedPool, descriptor: int) -> MappedPool:

@@ -32,12 +32,14 @@ from kvd.transport.interface import (
     RegisterFailed,
     TransportDied,
 )
+from kvd.transport.on_loop import on_loop
 from kvd.transport.outbox import Outbox
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read
 from kvd.transport.samehost.devices import Devices
 from kvd.transport.samehost.exporter import Exporter
 from kvd.transport.samehost.importer import ImportedPools, check_path, import_pools
 from kvd.transport.samehost.launches import Launches
+from kvd.transport.samehost.mappings import Mappings
 
 _log = structlog.get_logger("kvd.transport")
 
@@ -80,12 +82,7 @@ class SameHostTransport:
         self._pools: dict[int, Memory] = {}
         """By address."""
         self._own_device = device
-        self._lengths: dict[int, int] = {}
-        """Bytes of the mappings of our host pools, by address."""
-        self._gpu = ""
-        """A GPU that copies to them, once there is a peer with pools on one: then they are pinned."""
-        self._pins = ThreadPoolExecutor(1, "kvd-pin")
-        """In order: a pool is unpinned after it was pinned. A GiB takes tenths of a second."""
+        self._mappings = Mappings(self._devices)
         self._imports = ThreadPoolExecutor(limits.MAX_HANDSHAKES, "kvd-import")
         """Not the loop's executor: exporters that do not answer must not keep other work of the daemon waiting."""
         self._peers: dict[str, ImportedPools] = {}
@@ -131,8 +128,7 @@ class SameHostTransport:
         self._pools[region.base] = Memory(region.base, region.size, region.device)
         self._bases[pool] = region.base
         if not region.device:
-            self._lengths[region.base] = region.length or region.size
-            self._pin(region.base)
+            self._mappings.add(region.base, region.length or region.size)
         self._metadata = self._address(self._exporter.token())
         self._on_event(Registered(pool, self._metadata))
 
@@ -142,23 +138,19 @@ class SameHostTransport:
         del self._pools[base]
         self._exporter.remove(pool)
         self._metadata = self._address(self._exporter.token())
-        if self._lengths.pop(base, 0) and self._gpu and not self._stopped:
-            unpinned = self._loop.run_in_executor(self._pins, self._devices.unpin, base)
-            unpinned.add_done_callback(partial(self._unpinned, pool))
-        else:
+        unpinning = self._mappings.remove(base)
+        if unpinning is None:
             self._on_event(Deregistered(pool, self._metadata))
+        else:
+            asyncio.wrap_future(unpinning, loop=self._loop).add_done_callback(partial(self._unpinned, pool))
 
     def _unpinned(self, pool: int, unpinning: asyncio.Future[None]) -> None:
-        if unpinning.cancelled() or self._stopped:
+        if self._stopped:
             return
         error = unpinning.exception()
         if error is not None:
             _log.error("a pool cannot be unpinned, and is given back all the same", exc_info=error)
         self._on_event(Deregistered(pool, self._metadata))
-
-    def _pin(self, base: int) -> None:
-        if self._gpu and not self._stopped:
-            self._pins.submit(self._devices.pin, self._gpu, base, self._lengths[base])
 
     def describe(self, pools: tuple[int, ...]) -> None:
         """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
@@ -180,7 +172,7 @@ class SameHostTransport:
             self._lose(agent, error.text)
             return
         attempt = self._importing[agent] = object()
-        importing = self._loop.run_in_executor(self._imports, import_pools, export, self._devices.map_pool)
+        importing = self._loop.run_in_executor(self._imports, import_pools, export, self._mappings.map_pool)
         importing.add_done_callback(partial(self._imported, agent, metadata, attempt))
 
     def _check(self, agent: str, metadata: bytes, address: str) -> ExportAddress:
@@ -224,10 +216,8 @@ class SameHostTransport:
     def _add(self, agent: str, metadata: bytes, pools: ImportedPools) -> None:
         self._forget(agent)
         self._peers[agent] = pools
-        if pools.device and not self._own_device and not self._gpu:
-            self._gpu = pools.device
-            for base in self._lengths:
-                self._pin(base)
+        if pools.device and not self._own_device:
+            self._mappings.pin_for(pools.device)
         self._loop.add_reader(pools.fileno(), self._hear, agent, pools)
         self._on_event(PeerAdded(agent, metadata, PATH, same_host=True, stamps=pools.process is not None))
 
@@ -316,7 +306,7 @@ class SameHostTransport:
         self._launches.when_idle(partial(self._copies.ping, number))
 
     def stop(self) -> None:
-        """Ends the threads after the slices that they copy. Open reads get no more events."""
+        """Ends the threads after the slices that they copy. Open reads get no more events. On any thread."""
         if self._stopped:
             return
         self._stopped = True
@@ -324,13 +314,17 @@ class SameHostTransport:
         self._launches.stop()
         self._imports.shutdown(wait=False, cancel_futures=True)
         self._copies.stop()
-        self._pins.shutdown(wait=True, cancel_futures=True)
+        on_loop(self._loop, self._hang_up)
+        self._mappings.stop()
+        if not self._died:
+            self._devices.close()
+
+    def _hang_up(self) -> None:
         for agent in list(self._peers):
             self._forget(agent)
         if not self._died:  # else a GPU may still copy, and the end of the process gives back what it uses
             for _, pools, base in self._reads.values():
                 pools.release(base)
-            self._devices.close()
         self._exporter.close()
 
     def _emit(self, event: Event) -> None:
@@ -339,11 +333,9 @@ class SameHostTransport:
 
     def _deliver(self, event: Event) -> None:
         self._died |= isinstance(event, TransportDied)
-        try:
-            if isinstance(event, Landed | ReadFailed):
-                _, pools, base = self._reads.pop(event.read)
-                if pools.lost and isinstance(event, Landed):  # its last slice was being copied as the peer was lost
-                    event = ReadFailed(event.read, pools.lost)
-                pools.release(base)
-        finally:  # a driver that does not unmap a pool does not keep the read open
-            self._on_event(event)
+        if isinstance(event, Landed | ReadFailed):
+            _, pools, base = self._reads.pop(event.read)
+            if pools.lost and isinstance(event, Landed):  # its last slice was being copied as the peer was lost
+                event = ReadFailed(event.read, pools.lost)
+            pools.release(base)
+        self._on_event(event)

@@ -86,9 +86,6 @@ class StagedReads:
         self._handlers: dict[int, _Ended] = {}
         """Of reads of the network, whose numbers are negative."""
 
-    def __contains__(self, read: int) -> bool:
-        return read in self._reads
-
     def peer(self, agent: str) -> StagedPeer:
         """One to read from."""
         return StagedPeer(agent, owner_secret(self._key, agent))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import structlog
 from msgspec.structs import replace
 
 from kvd.errors import DeviceError, InternalError, KvdError
@@ -41,6 +42,8 @@ from kvd.transport.staged.messages import Metadata
 from kvd.transport.staged.parts import StagedPeer
 from kvd.transport.staged.reads import StagedReads
 from kvd.transport.staged.served import ServedPools
+
+_log = structlog.get_logger("kvd.transport")
 
 BUFFERS: int = -1
 """The number of the buffers among the pools of the network."""
@@ -121,7 +124,7 @@ class StagedTransport:
             self.remove_peer(agent)
             self._emit(PeerFailed(agent, "its metadata for other hosts is not of a form known here"))
             return
-        if parts.staged:
+        if parts.staged or self._served is not None:  # in case they were refused before
             self._register_buffers()
         self._leaving.discard(agent)
         self._adding[agent] = metadata, parts
@@ -237,6 +240,8 @@ class StagedTransport:
     def _registration(self, event: Registered | RegisterFailed | Deregistered) -> None:
         if event.pool == BUFFERS:
             self._has_buffers = isinstance(event, Registered)
+            if isinstance(event, RegisterFailed):
+                _log.error("no buffers for reads from other hosts; next try with the next peer", reason=event.reason)
             return
         if self._served is not None and not self._stopped:
             if isinstance(event, Registered):
