@@ -208,6 +208,7 @@ def test_a_peer_that_the_transport_never_reaches_is_lost_and_greeted_again():
     assert ("remove_peer", "peer#1") in stage.commands
     stage.dependencies.transport.add_peer = reach
     stage.pull("again", timeout=600.0)
+    stage.run(60.0)
     stage.peer_says(welcome_of())
     assert len(stage.asks(Claim)) == 1
 

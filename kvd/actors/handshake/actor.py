@@ -152,6 +152,7 @@ class HandshakeActor(Actor):
             self._answers_due.set(peer.link, self.loop.time() + _PATIENCE * settings.heartbeat)
             hello = Hello(settings.daemon, settings.incarnation, host=settings.host)
             self._port.ask(peer.link, codec.encode(hello))
+            peer.hello_open = True
 
     def _free_slot(self, peer: Peer) -> None:
         """Frees the slot of `peer` for the next ones."""
@@ -178,18 +179,22 @@ class HandshakeActor(Actor):
         peer = self._peers.by_link.get(link)
         if peer is None:
             return
-        if isinstance(reply, Welcome):
-            self._welcome(peer, reply)
-        elif not isinstance(reply, Pong):
-            self._refused(peer, reply)
-        elif (event := peer.answered(reply, self.loop.time(), self._context.settings.heartbeat)) is Event.RESTARTED:
+        if isinstance(reply, Pong):
+            self._ponged(peer, reply)
+        elif peer.hello_open:  # else nobody asked it, and it would have us work as fast as it sends
+            peer.hello_open = False
+            if isinstance(reply, Welcome):
+                self._welcome(peer, reply)
+            else:
+                text = f"it refused the handshake: {printable(reply.text)}"
+                self._lose(peer, Event.SILENT, text, noted=reply.code == ErrorCode.TRANSPORT)
+
+    def _ponged(self, peer: Peer, reply: Pong) -> None:
+        event = peer.answered(reply, self.loop.time(), self._context.settings.heartbeat)
+        if event is Event.RESTARTED:
             self._lose(peer, event, "it was restarted")
         elif event is not None:
             self.failed(PeerFailed(peer.agent, "its transport to other hosts was started again"))
-
-    def _refused(self, peer: Peer, reply: Refuse) -> None:
-        text = f"it refused the handshake: {printable(reply.text)}"
-        self._lose(peer, Event.SILENT, text, noted=reply.code == ErrorCode.TRANSPORT)
 
     def _welcome(self, peer: Peer, reply: Welcome) -> None:
         if not peer.awaits(reply, self.loop.time()) or peer.link in self._introductions:
