@@ -322,10 +322,7 @@ class HandshakeActor(Actor):
 
     def _step(self, peer: Peer, event: Event) -> None:
         step = TABLE.step(peer.state, event)
-        if step.state is not peer.state:
-            self._context.metrics.peers.labels(peer.state).dec()
-            self._context.metrics.peers.labels(step.state).inc()
-        peer.state = step.state
+        peer.enter(step.state, self._context)
         self._peers.entered(peer)
         if event not in (Event.WELCOME, Event.REFRESH):
             self._introductions.forget(peer.link)
@@ -349,7 +346,7 @@ class HandshakeActor(Actor):
                 if not any(user is not peer for user in self._peers.using(peer.welcome.agent)):
                     self._transport.remove_peer(peer.welcome.agent)
                     self._given.pop(peer.welcome.agent, None)
-                peer.forgotten(self._context)
+                peer.forgotten()
             case Effect.HANG_UP:
                 peer.unnote(self._context)
                 self._port.disconnect(peer.link)
