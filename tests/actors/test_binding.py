@@ -255,7 +255,7 @@ def test_what_cannot_be_connected_to_fails_the_pull_with_the_reason(monkeypatch)
     stage = Stage()
     stage.attach()
 
-    def full(address):
+    def full(_address, _party):
         raise Unavailable(ErrorCode.OVERLOADED, "no socket for another peer")
 
     monkeypatch.setattr(stage.dependencies.peer_port, "connect", full)

@@ -122,7 +122,8 @@ class HandshakeActor(Actor):
     def _open(self, address: str, worker: str = "", *, at_once: bool = True) -> Peer:
         """A new peer, greeted `at_once` if a pull waits for it, else at its first heartbeat."""
         self._peers.check_room(worker)
-        peer = Peer(address, self._port.connect(address), silent_from=self.loop.time(), wanted=at_once, worker=worker)
+        link = self._port.connect(address, worker)
+        peer = Peer(address, link, silent_from=self.loop.time(), wanted=at_once, worker=worker)
         self._peers.add(peer)
         self._context.metrics.peers.labels(peer.state).inc()
         if at_once:
@@ -151,7 +152,8 @@ class HandshakeActor(Actor):
         else:
             self._answers_due.set(peer.link, self.loop.time() + _PATIENCE * settings.heartbeat)
             hello = Hello(settings.daemon, settings.incarnation, host=settings.host)
-            self._port.ask(peer.link, codec.encode(hello))
+            say = self._port.greet if peer.state is State.GREETING else self._port.ask
+            say(peer.link, codec.encode(hello))
             peer.hello_open = True
 
     def _free_slot(self, peer: Peer) -> None:
@@ -289,7 +291,8 @@ class HandshakeActor(Actor):
         if now - peer.needed > settings.peer_idle and peer.address not in self._expected:
             self._listener.idle(peer.address, peer.announced)
         if peer.beat(now):
-            text = f"no answer for {MISSED_BEATS} heartbeats of {settings.heartbeat:g} s"
+            silent = f"no answer for {MISSED_BEATS} heartbeats of {settings.heartbeat:g} s"
+            text = self._port.trouble(peer.link) or silent
             self._lose(peer, Event.SILENT, self._context.with_reason(text, MISSED_BEATS * settings.heartbeat))
             if not peer.announced and peer.address not in self._expected:
                 self._listener.idle(peer.address, peer.announced)  # perhaps no daemon was ever there

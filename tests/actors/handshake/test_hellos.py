@@ -79,3 +79,25 @@ def test_a_welcome_counts_though_its_hello_was_sent_again_meanwhile(stage):
     for _ in range(2):
         stage.peer_says(welcome_of())
     assert len(stage.asks(Claim)) == 1
+
+
+def test_a_pull_hears_that_its_peer_has_a_name_that_leads_nowhere_and_so_does_the_status(stage):
+    why = "the name 'peer' cannot be looked up: no server answers"
+    stage.dependencies.peer_port.trouble = lambda _link: why
+    call(stage.actors.handshake.expect, frozenset({"tcp://peer:1"}))
+    stage.pull(timeout=60.0)
+    stage.run(5.0)
+    assert why in stage.notified[0].text
+    assert stage.actors.handshake.report()[0].last_loss == why
+
+
+def test_a_peer_is_looked_for_when_it_is_greeted_and_not_when_it_is_asked_for_its_pools_again(stage):
+    port, greeted = stage.dependencies.peer_port, []
+    port.greet = lambda link, frame: (greeted.append(link), port.ask(link, frame))
+    stage.pull(timeout=60.0)
+    stage.peer_says(welcome_of())
+    call(stage.actors.handshake.need, "tcp://peer:1", stale=True)
+    stage.run()
+    assert (len(stage.asks(Hello)), greeted) == (2, [1])
+    stage.run(6.0)
+    assert len(greeted) > 1
