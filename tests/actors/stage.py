@@ -76,8 +76,7 @@ class Stage:
         """Whether peers are on this host."""
         self.stamps_readable = True
         """Whether their stamps can be read, if they are."""
-        self.conditions = {}
-        self.notes = {}
+        self.conditions, self.notes = {}, {}
         self.context = ActorContext(
             loop=self.loop,
             settings=Settings(daemon="d", incarnation=INCARNATION, **settings),

@@ -1,5 +1,7 @@
 """Whose word counts: a daemon's name, its agent, its address and its key belong together."""
 
+from unittest.mock import Mock
+
 import msgspec
 import pytest
 
@@ -254,10 +256,7 @@ def test_addresses_that_one_workers_ticket_made_up_do_not_keep_anothers_pull_wai
 def test_what_cannot_be_connected_to_fails_the_pull_with_the_reason(monkeypatch):
     stage = Stage()
     stage.attach()
-
-    def full(_address, _party):
-        raise Unavailable(ErrorCode.OVERLOADED, "no socket for another peer")
-
+    full = Mock(side_effect=Unavailable(ErrorCode.OVERLOADED, "no socket for another peer"))
     monkeypatch.setattr(stage.dependencies.peer_port, "connect", full)
     stage.pull()
     [failed] = stage.notified

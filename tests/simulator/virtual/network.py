@@ -104,8 +104,7 @@ class SimPeerPort(Nameless):
         self.links: dict[int, str] = {}
         self._askers: dict[bytes, tuple[SimPeerPort, int]] = {}
         """By routing id: each link has its own, `<daemon>#<incarnation>#<token>`."""
-        self._last_link = 0
-        self._inbox = _Inbox()
+        self._last_link, self._inbox = 0, _Inbox()
         self.answers_to_stranger: list[bytes] = []
         """Answers to garbage."""
 
