@@ -501,6 +501,9 @@ HTTP_SHARE: Final = 0.2
 """Of one core, for the HTTP port while it is asked without a pause: hundreds of answers a second. The daemon's loop
 waits for the interpreter meanwhile."""
 
+HTTP_REST_SECONDS: Final = 1.0
+"""The longest that it rests for what it has done: a liveness probe has seconds."""
+
 METRICS_PER_SECOND: Final = 20
 """Texts of all metrics that are written in a second, of 1 to 2 ms each; more requests get the last one again."""
 

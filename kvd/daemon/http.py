@@ -1,9 +1,8 @@
 """The HTTP port: /metrics for Prometheus, /livez and /readyz for supervisors.
 
 It has a thread and a loop of its own, so that it still answers when the daemon's loop hangs. A connection is for one
-request and limited in time; if too many are open, the oldest of the address with the most is closed. After each
-connection it rests, and while it reads what follows a request, so that it takes a small part of the interpreter's time,
-however many there are.
+request and limited in time; if too many are open, the oldest of the address with the most is closed. It rests after
+each connection and each read, so that it takes a small part of the interpreter's time, however many there are.
 """
 
 import asyncio
@@ -105,7 +104,8 @@ class HttpServer:
 
     def _rest(self, now: float, used: float) -> float:
         """Seconds until it goes on, for this thread to have no more than its share of a core."""
-        self._rested = max(self._rested, now) + (used - self._used) / limits.HTTP_SHARE
+        rested = max(self._rested, now) + (used - self._used) / limits.HTTP_SHARE
+        self._rested = min(rested, now + limits.HTTP_REST_SECONDS)
         self._used = used
         return self._rested - now
 
@@ -135,7 +135,7 @@ class HttpServer:
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.MAX_HTTP_REQUEST_BYTES)
         try:
             while (event := connection.next_event()) is h11.NEED_DATA:
-                connection.receive_data(await self._loop.sock_recv(accepted, limits.MAX_HTTP_REQUEST_BYTES))
+                connection.receive_data(await self._receive(accepted))
         except h11.RemoteProtocolError as error:
             self._malformed.inc()
             answer, wanted = _Answer(HTTPStatus(error.error_status_hint), f"{error}\n".encode()), True
@@ -151,9 +151,14 @@ class HttpServer:
         ]
         await self._loop.sock_sendall(accepted, b"".join(parts))
         accepted.shutdown(socket.SHUT_WR)
-        # Closing first would cut the answer short. The client may go on to send, as fast as it can.
-        while await self._loop.sock_recv(accepted, limits.MAX_HTTP_REQUEST_BYTES):  # noqa: ASYNC110 - it reads
-            await asyncio.sleep(self._rest(time.monotonic(), time.thread_time()))
+        while await self._receive(accepted):
+            pass  # closing first would cut the answer short
+
+    async def _receive(self, accepted: socket.socket) -> bytes:
+        """What the client sends next: it may send without end, as fast as it can or in single bytes."""
+        received = await self._loop.sock_recv(accepted, limits.MAX_HTTP_REQUEST_BYTES)
+        await asyncio.sleep(self._rest(time.monotonic(), time.thread_time()))
+        return received
 
     def _answer(self, request: h11.Request) -> _Answer:
         if request.method not in {b"GET", b"HEAD"}:

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvd.actors.build import Actors
 from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.runtime.actor import call
 from kvd.actors.scheduler.actor import SchedulerActor
+from kvd.net.interface import PeerPort, WorkerPort
 
 _Worked = LeasesActor | SchedulerActor | CompletionActor
 
@@ -23,13 +24,6 @@ _ACKNOWLEDGE_SECONDS = 0.5
 socket of one that does not, and the end of its session cannot overtake them."""
 
 
-class Closes(Protocol):
-    """A port of the daemon."""
-
-    def close(self) -> None:
-        """Closes everything."""
-
-
 class Part(NamedTuple):
     """What takes a while to stop; `name` is for people."""
 
@@ -41,8 +35,8 @@ class Part(NamedTuple):
 class Parts:
     """What a daemon consists of beside its actors."""
 
-    peers: Closes
-    workers: Closes
+    peers: PeerPort
+    workers: WorkerPort
     transport: Sequence[Part]
     """What writes to pools, in the order in which it is stopped."""
     rest: Sequence[Part] = field(default=())

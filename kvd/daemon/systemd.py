@@ -23,6 +23,7 @@ import structlog
 from kvd.actors.runtime.actor import Loop
 from kvd.errors import ErrorCode, refusal
 from kvd.net.unix import readable
+from kvd.units import printable
 
 
 class Processes(Protocol):
@@ -86,7 +87,7 @@ class Notifier:
 
     def starting(self, what: str, seconds: float) -> None:
         """The start is held up by `what`, a line for `systemctl status`, and may take `seconds` more."""
-        self._owe(f"STATUS={what}\nEXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
+        self._owe(f"{_status(what)}\nEXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def ready(self) -> None:
         """The start is complete."""
@@ -98,7 +99,7 @@ class Notifier:
 
     def status(self, text: str) -> None:
         """Sends the line for `systemctl status` if it changed."""
-        if text != self._status and self._send(f"STATUS={text}", -1):
+        if text != self._status and self._send(_status(text), -1):
             self._status = text
 
     def feed(self) -> None:
@@ -152,6 +153,11 @@ class Notifier:
             _log.warning("systemd does not take notifications", text=text.partition("\n")[0], error=str(error))
             return False
         return True
+
+
+def _status(text: str) -> str:
+    """On one line: what followed a line's end in it, systemd would take for an assignment as well."""
+    return f"STATUS={printable(text)}"
 
 
 def received_descriptors(environ: MutableMapping[str, str]) -> dict[str, int]:

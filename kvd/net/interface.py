@@ -139,13 +139,21 @@ class PeerPort(Protocol):
     def start(self, on_event: Callable[[PeerEvent], None], intake: Intake = OPEN) -> None:
         """Binds; `on_event` is called on the loop, as often as `intake` admits it."""
 
-    def connect(self, address: str) -> int:
+    def connect(self, address: str, party: str = "") -> int:
         """Opens a link to a daemon; connects in the background and again after a loss.
+
+        A name in the address is looked up by `greet`. Parties take turns at that: whoever has us connect.
 
         Raises:
             BadRequest: `BAD_TICKET`, the address is invalid; `NOT_PERMITTED`, we do not trust its daemon.
 
         """
+
+    def greet(self, link: int, frame: bytes) -> None:
+        """Sends the first frame on a link, or the first after a loss, to where its daemon is now."""
+
+    def trouble(self, link: int, /) -> str:
+        """Why it is not known where the daemon of a link is; empty if it is."""
 
     def ask(self, link: int, frame: bytes) -> bool:
         """Sends a frame on a link; False if its queue is full."""

@@ -20,7 +20,7 @@ import socket as sockets
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import zmq
 
@@ -30,6 +30,7 @@ from kvd.net.interface import OPEN, Intake, PeerAnswered, PeerAsked, PeerEvent
 from kvd.net.local.gate import Gate
 from kvd.net.local.relay import Passage, PrivateListener, finish
 from kvd.net.lock import PathLock
+from kvd.net.names import HostNames, NamedHost, Resolve, is_name, resolve
 from kvd.net.options import LINGER_MS, Kind, apply
 from kvd.net.places import check_address, check_own, check_user
 from kvd.net.pump import SocketPump
@@ -82,6 +83,7 @@ class PeerSockets:
         trust: Trust | None = None,
         on_rejected: OnRejected = lambda _rejection: None,
         folder: str | None = None,
+        resolve: Resolve = resolve,
     ) -> None:
         match = check_own(listen)
         if advertise is not None:
@@ -107,6 +109,7 @@ class PeerSockets:
         self._monitor: HandshakeMonitor | None = None
         self._router: SocketPump | None = None
         self._links: dict[int, _Link] = {}
+        self._names = HostNames(resolve)
         self._numbers = itertools.count(1)
         self._on_event: Callable[[PeerEvent], None] | None = None
         self._intake: Intake = OPEN
@@ -189,8 +192,8 @@ class PeerSockets:
         self._on_rejected(Rejection(Reason.WRONG_NAME if known else Reason.UNKNOWN_KEY, key))
         return False
 
-    def connect(self, address: str) -> int:
-        """Opens a link to a daemon; connects in the background and again after a loss.
+    def connect(self, address: str, party: str = "") -> int:
+        """Opens a link to a daemon, as `PeerPort` says.
 
         Raises:
             BadRequest: `BAD_TICKET`, the address is malformed, or has a `#key` although we do not use CURVE or none
@@ -211,18 +214,21 @@ class PeerSockets:
         socket.setsockopt(zmq.ROUTING_ID, self._agent + b"#" + secrets.token_hex(8).encode())
         if self._trust is not None and key is not None:
             self._trust.secure_client(socket, key)
-        passage = None
+        passage, link = None, next(self._numbers)
         try:
             if match["path"] is not None:
                 passage = Passage(match["path"], self._folder, self._is_ours)
-            socket.connect(passage.address if passage else match["place"])
+                socket.connect(passage.address)
+            elif is_name(match["host"]):
+                self._names.add(link, NamedHost(socket, match["host"], match["port"], party))
+            else:
+                socket.connect(match["place"])
         except zmq.ZMQError as error:
             socket.close(0)
             raise refusal(ErrorCode.BAD_TICKET, f"cannot connect to {address!r}: {error}") from error
         except OSError as error:
             socket.close(0)
             raise no_descriptor(error) from error
-        link = next(self._numbers)
 
         def received(parts: list[bytes]) -> None:
             if self._still_allowed(key):
@@ -265,6 +271,14 @@ class PeerSockets:
     def _still_allowed(self, key: bytes | None) -> bool:
         return self._trust is None or (key is not None and self._trust.name_of(key) is not None)
 
+    def greet(self, link: int, frame: bytes) -> None:
+        """See `PeerPort`."""
+        self._names.find(link, partial(self.ask, link, frame))
+
+    def trouble(self, link: int) -> str:
+        """See `PeerPort`."""
+        return self._names.trouble(link)
+
     def ask(self, link: int, frame: bytes) -> bool:
         """Sends a frame on a link; False if its queue is full, it is closed, or its key is no longer allowed."""
         known = self._links.get(link)
@@ -277,6 +291,7 @@ class PeerSockets:
 
     def disconnect(self, link: int) -> None:
         """Closes a link and drops its unsent frames; ignores an unknown one."""
+        self._names.remove(link)
         known = self._links.pop(link, None)
         if known is not None:
             known.pump.close(linger_ms=0)
@@ -286,6 +301,8 @@ class PeerSockets:
     def close(self) -> None:
         """Closes everything, after at most `kvd.net.options.LINGER_MS`."""
         links = list(self._links.values())
+        for number in self._links:
+            self._names.remove(number)
         for link in links:
             link.pump.close()
         self._links.clear()

@@ -42,12 +42,8 @@ def is_local(address: str) -> bool:
 
 def export_path(address: str, socket: str) -> str:
     """Where the daemon that listens for peers at `address`, and for workers at `socket`, lends its pools."""
-    return (unix_path(address).removesuffix(PEERS) if is_unix(address) else socket) + POOLS
-
-
-def unix_path(address: str) -> str:
-    """The path of a Unix socket's address."""
-    return address.partition("#")[0].removeprefix("ipc://")
+    own = address.partition("#")[0].removeprefix("ipc://").removesuffix(PEERS)
+    return (own if is_unix(address) else socket) + POOLS
 
 
 def key_of(address: str) -> str:

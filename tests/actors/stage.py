@@ -28,6 +28,7 @@ from kvd.transport.interface import Deregistered, Described, Landed, PeerAdded, 
 from tests.simulator.virtual.cache import make_cache
 from tests.simulator.virtual.loop import VirtualLoop
 from tests.simulator.virtual.memory import SimStamps
+from tests.support.nameless import Nameless
 from tests.support.statuses import process_status
 
 CACHE = make_cache("flash-hnd", 0, 1, num_blocks=8, block_tokens=2, groups=1)
@@ -75,8 +76,7 @@ class Stage:
         """Whether peers are on this host."""
         self.stamps_readable = True
         """Whether their stamps can be read, if they are."""
-        self.conditions = {}
-        self.notes = {}
+        self.conditions, self.notes = {}, {}
         self.context = ActorContext(
             loop=self.loop,
             settings=Settings(daemon="d", incarnation=INCARNATION, **settings),
@@ -261,7 +261,7 @@ class _WorkerPort:
         pass
 
 
-class _PeerPort:
+class _PeerPort(Nameless):
     address = "tcp://self:1"
 
     def __init__(self, stage):
@@ -270,7 +270,7 @@ class _PeerPort:
     def start(self, on_event, intake):
         self.on_event = on_event
 
-    def connect(self, address):
+    def connect(self, address, party=""):
         if not address.startswith("tcp://"):
             raise BadRequest(ErrorCode.BAD_TICKET, f"no address: {address}")
         self.links[len(self.links) + 1] = address

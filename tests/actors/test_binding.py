@@ -1,5 +1,7 @@
 """Whose word counts: a daemon's name, its agent, its address and its key belong together."""
 
+from unittest.mock import Mock
+
 import msgspec
 import pytest
 
@@ -208,6 +210,7 @@ def test_a_peer_that_the_transport_never_reaches_is_lost_and_greeted_again():
     assert ("remove_peer", "peer#1") in stage.commands
     stage.dependencies.transport.add_peer = reach
     stage.pull("again", timeout=600.0)
+    stage.run(60.0)
     stage.peer_says(welcome_of())
     assert len(stage.asks(Claim)) == 1
 
@@ -253,10 +256,7 @@ def test_addresses_that_one_workers_ticket_made_up_do_not_keep_anothers_pull_wai
 def test_what_cannot_be_connected_to_fails_the_pull_with_the_reason(monkeypatch):
     stage = Stage()
     stage.attach()
-
-    def full(address):
-        raise Unavailable(ErrorCode.OVERLOADED, "no socket for another peer")
-
+    full = Mock(side_effect=Unavailable(ErrorCode.OVERLOADED, "no socket for another peer"))
     monkeypatch.setattr(stage.dependencies.peer_port, "connect", full)
     stage.pull()
     [failed] = stage.notified

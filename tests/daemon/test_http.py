@@ -138,20 +138,51 @@ def test_a_flood_of_requests_takes_a_small_share_of_a_core(served: Served) -> No
     assert time.clock_gettime(clock) - used - last <= limits.HTTP_SHARE * (time.monotonic() - began)
 
 
-def test_so_does_what_follows_a_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HTTP_SHARE", 0.01)  # far from what it would take, on a busy machine, too
+@pytest.fixture
+def small_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far from what the thread would take, on a busy machine, too; and it rests for all that it takes."""
+    monkeypatch.setattr(limits, "HTTP_SHARE", 0.01)
+    monkeypatch.setattr(limits, "HTTP_REST_SECONDS", MOMENT)
+
+
+def share_of_a_core(served: Served, data: bytes) -> float:
+    """What the thread takes of a core while a connection sends `data`, until it is closed."""
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "kvd-http"]
     assert thread.ident is not None
     clock = time.pthread_getcpuclockid(thread.ident)
-    served.get("/livez")
     with socket.create_connection(served.place, timeout=MOMENT) as connection:
         began, used = time.monotonic(), time.clock_gettime(clock)
-        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         with contextlib.suppress(OSError):  # a slow machine has not read it within the connection's time
-            connection.sendall(bytes(4 * limits.MIB))
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):
+                pass
         used, elapsed = time.clock_gettime(clock) - used, time.monotonic() - began
-    # It has not rested yet for what it read last.
-    assert 0.8 * used <= limits.HTTP_SHARE * elapsed
+    return 0.8 * used / elapsed  # it has not rested yet for what it read last
+
+
+@pytest.mark.usefixtures("small_share")
+def test_so_does_what_follows_a_request(served: Served) -> None:
+    assert (
+        share_of_a_core(served, b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(4 * limits.MIB)) <= limits.HTTP_SHARE
+    )
+
+
+@pytest.mark.usefixtures("small_share")
+def test_so_does_a_request_in_single_bytes(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.get("/livez")
+    monkeypatch.setattr(limits, "HTTP_SECONDS", 2.0)
+    receive = served.server._loop.sock_recv
+    monkeypatch.setattr(served.server._loop, "sock_recv", lambda connection, _size: receive(connection, 1))
+    head = b"GET /livez HTTP/1.1\r\nX: ".ljust(limits.MAX_HTTP_REQUEST_BYTES, b"x")
+    assert share_of_a_core(served, head) <= limits.HTTP_SHARE
+
+
+def test_nobody_waits_for_long_for_what_the_thread_has_done_for_others() -> None:
+    served = Served()
+    served.server.close()  # its thread is not there to rest
+    assert served.server._rest(1000.0, 50.0) == limits.HTTP_REST_SECONDS
+    assert served.server._rest(1000.5, 50.0) == limits.HTTP_REST_SECONDS - 0.5
 
 
 @pytest.mark.usefixtures("many_descriptors")

@@ -84,13 +84,13 @@ def handed_over(systemd: Systemd) -> dict[str, int]:
 def test_readiness_status_watchdog_and_end_are_told_as_systemd_reads_them(systemd: Systemd) -> None:
     notifier = telling(systemd.path)
     notifier.ready()
-    notifier.status("serving")
-    notifier.status("serving")
+    notifier.status("serving\nFDNAME=x")
+    notifier.status("serving\nFDNAME=x")
     notifier.feed()
     notifier.stopping(1.5)
     assert systemd.read() == [
         "READY=1",
-        "STATUS=serving",
+        "STATUS=serving?FDNAME=x",  # one assignment, whatever a text of others has in it
         "WATCHDOG=1",
         "STOPPING=1\nEXTEND_TIMEOUT_USEC=1500000",
     ]

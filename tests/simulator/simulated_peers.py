@@ -13,6 +13,7 @@ from kvd.protocol import codec
 from kvd.protocol.peer import Claim, Fence, Grant, Held, Hello, Ping, Pong, PoolInfo, Renew, Welcome
 from kvd.protocol.types import Message
 from kvd.transport.interface import Deregistered, Described, Event, Landed, PeerAdded, ReadRequest, Region, Registered
+from tests.support.nameless import Nameless
 
 LATENCY = 0.0002
 """Seconds that a message takes one way."""
@@ -20,7 +21,7 @@ INCARNATION = 7
 EPOCH = 1
 
 
-class CrowdPort:
+class CrowdPort(Nameless):
     """`kvd.net.interface.PeerPort` whose peers, at `tcp://peer-<n>:1`, answer every ask; each has the pool `there`."""
 
     address = "tcp://self:1"
@@ -36,7 +37,7 @@ class CrowdPort:
         """Begins."""
         self._on_event = on_event
 
-    def connect(self, address: str) -> int:
+    def connect(self, address: str, party: str = "") -> int:
         """Opens a link."""
         self._links += 1
         self._addresses[self._links] = address

@@ -4,9 +4,8 @@ For the peers that we connect to (we pull from them) it runs the table of `peer_
 transport, then a ping every heartbeat. Peers that connect to us (they pull from us) are answered by its `PeerServer`.
 """
 
-import structlog
-
 from kvd import limits
+from kvd.actors.handshake.connector import Connector
 from kvd.actors.handshake.introductions import Introductions, SpeaksFor, check_welcome
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
 from kvd.actors.handshake.peer_table import TABLE, Effect, Event, State
@@ -25,8 +24,6 @@ from kvd.protocol.status import PeerStatus
 from kvd.protocol.types import VERSION
 from kvd.transport.interface import PeerAdded, PeerFailed, Transport
 from kvd.units import printable
-
-_log = structlog.get_logger("kvd.handshake")
 
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are spread evenly however many there are: it staggers the peers' heartbeats."""
@@ -69,7 +66,15 @@ class HandshakeActor(Actor):
         self._answers_due: Deadlines[int] = Deadlines(
             context.loop, lambda link: self.call(self._unanswered, link), for_others=True
         )
-        self._expected: frozenset[str] = frozenset()
+        self._connector = Connector(
+            self,
+            context,
+            port,
+            peers,
+            listener,
+            opened=self._opened,
+            met=lambda address, worker: self.need(address, worker=worker),
+        )
         self._given: dict[str, tuple[Welcome, dict[str, PeerPool]]] = {}
         """What was last told of each agent whose metadata the transport was given."""
 
@@ -82,11 +87,8 @@ class HandshakeActor(Actor):
         """
         peer = self._peers.by_address.get(address)
         if peer is None:
-            try:
-                peer = self._open(address, worker)
-            except KvdError as error:
-                self._listener.down(address, error.text, restarted=False)
-                return
+            self._connector.need(address, worker)
+            return
         now = self.loop.time()
         if peer.state is State.GREETING and not peer.wanted:
             peer.missed = 0  # no pull has waited since it was lost; this one may wait three heartbeats
@@ -107,28 +109,13 @@ class HandshakeActor(Actor):
 
         Those of earlier lists may be forgotten. Logs those that it cannot connect to.
         """
-        now = self.loop.time()
-        for address in sorted(addresses - self._expected):
-            try:
-                peer = self._peers.by_address.get(address) or self._open(address, at_once=False)
-            except KvdError as error:
-                _log.warning("expected peer cannot be met", address=address, reason=error.text)
-                continue
-            peer.needed = now
-        for address in (self._expected - addresses) & self._peers.by_address.keys():
-            self._peers.by_address[address].needed = now
-        self._expected = addresses
+        self._connector.expect(addresses)
 
-    def _open(self, address: str, worker: str = "", *, at_once: bool = True) -> Peer:
-        """A new peer, greeted `at_once` if a pull waits for it, else at its first heartbeat."""
-        self._peers.check_room(worker)
-        peer = Peer(address, self._port.connect(address), silent_from=self.loop.time(), wanted=at_once, worker=worker)
-        self._peers.add(peer)
-        self._context.metrics.peers.labels(peer.state).inc()
-        if at_once:
+    def _opened(self, peer: Peer) -> None:
+        """A new peer is greeted at once if a pull waits for it, else at its first heartbeat."""
+        if peer.wanted:
             self._take_slot(peer)
         self.later(self._context.settings.heartbeat * (peer.link * _GOLDEN % 1.0), self._beat, peer.link)
-        return peer
 
     # --- slots: how many handshakes run at once ---------------------------------------------------------------------
 
@@ -151,7 +138,9 @@ class HandshakeActor(Actor):
         else:
             self._answers_due.set(peer.link, self.loop.time() + _PATIENCE * settings.heartbeat)
             hello = Hello(settings.daemon, settings.incarnation, host=settings.host)
-            self._port.ask(peer.link, codec.encode(hello))
+            say = self._port.greet if peer.state is State.GREETING else self._port.ask
+            say(peer.link, codec.encode(hello))
+            peer.hello_open = True
 
     def _free_slot(self, peer: Peer) -> None:
         """Frees the slot of `peer` for the next ones."""
@@ -178,18 +167,22 @@ class HandshakeActor(Actor):
         peer = self._peers.by_link.get(link)
         if peer is None:
             return
-        if isinstance(reply, Welcome):
-            self._welcome(peer, reply)
-        elif not isinstance(reply, Pong):
-            self._refused(peer, reply)
-        elif (event := peer.answered(reply, self.loop.time(), self._context.settings.heartbeat)) is Event.RESTARTED:
+        if isinstance(reply, Pong):
+            self._ponged(peer, reply)
+        elif peer.hello_open:  # else nobody asked it, and it would have us work as fast as it sends
+            peer.hello_open = False
+            if isinstance(reply, Welcome):
+                self._welcome(peer, reply)
+            else:
+                text = f"it refused the handshake: {printable(reply.text)}"
+                self._lose(peer, Event.SILENT, text, noted=reply.code == ErrorCode.TRANSPORT)
+
+    def _ponged(self, peer: Peer, reply: Pong) -> None:
+        event = peer.answered(reply, self.loop.time(), self._context.settings.heartbeat)
+        if event is Event.RESTARTED:
             self._lose(peer, event, "it was restarted")
         elif event is not None:
             self.failed(PeerFailed(peer.agent, "its transport to other hosts was started again"))
-
-    def _refused(self, peer: Peer, reply: Refuse) -> None:
-        text = f"it refused the handshake: {printable(reply.text)}"
-        self._lose(peer, Event.SILENT, text, noted=reply.code == ErrorCode.TRANSPORT)
 
     def _welcome(self, peer: Peer, reply: Welcome) -> None:
         if not peer.awaits(reply, self.loop.time()) or peer.link in self._introductions:
@@ -281,12 +274,13 @@ class HandshakeActor(Actor):
         if peer is None:
             return
         settings, now = self._context.settings, self.loop.time()
-        if now - peer.needed > settings.peer_idle and peer.address not in self._expected:
+        if now - peer.needed > settings.peer_idle and peer.address not in self._connector.expected:
             self._listener.idle(peer.address, peer.announced)
         if peer.beat(now):
-            text = f"no answer for {MISSED_BEATS} heartbeats of {settings.heartbeat:g} s"
+            silent = f"no answer for {MISSED_BEATS} heartbeats of {settings.heartbeat:g} s"
+            text = self._port.trouble(peer.link) or silent
             self._lose(peer, Event.SILENT, self._context.with_reason(text, MISSED_BEATS * settings.heartbeat))
-            if not peer.announced and peer.address not in self._expected:
+            if not peer.announced and peer.address not in self._connector.expected:
                 self._listener.idle(peer.address, peer.announced)  # perhaps no daemon was ever there
         elif peer.state in (State.GREETING, State.REFRESHING):
             self._take_slot(peer)
@@ -317,10 +311,7 @@ class HandshakeActor(Actor):
 
     def _step(self, peer: Peer, event: Event) -> None:
         step = TABLE.step(peer.state, event)
-        if step.state is not peer.state:
-            self._context.metrics.peers.labels(peer.state).dec()
-            self._context.metrics.peers.labels(step.state).inc()
-        peer.state = step.state
+        peer.enter(step.state, self._context)
         self._peers.entered(peer)
         if event not in (Event.WELCOME, Event.REFRESH):
             self._introductions.forget(peer.link)
@@ -344,7 +335,7 @@ class HandshakeActor(Actor):
                 if not any(user is not peer for user in self._peers.using(peer.welcome.agent)):
                     self._transport.remove_peer(peer.welcome.agent)
                     self._given.pop(peer.welcome.agent, None)
-                peer.forgotten(self._context)
+                peer.forgotten()
             case Effect.HANG_UP:
                 peer.unnote(self._context)
                 self._port.disconnect(peer.link)

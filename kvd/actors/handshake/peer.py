@@ -47,6 +47,8 @@ class Peer:
     """When it was last needed or sent a request about a lease."""
     wanted: bool = False
     """Whether a pull waits for it."""
+    hello_open: bool = False
+    """Whether it was sent a hello, and neither a welcome nor a refusal has come since."""
     worker: str = ""
     """The worker whose pull was the first to need it; empty if it was expected."""
     announced: int = 0
@@ -205,17 +207,25 @@ class Peer:
             context.metrics.slow_paths.labels(kind_of(path)).inc()
             _log.warning("slow path", peer=self.address, path=path, reason=slow)
         self.reached, self.slow = event, slow
-        self._count(context)
 
-    def forgotten(self, context: ActorContext) -> None:
+    def forgotten(self) -> None:
         """The transport does not know its agent any more."""
         self.welcome = self.awaited = None
-        self._count(context)
 
-    def _count(self, context: ActorContext) -> None:
-        """Moves it in the metrics to the path that it has now."""
-        metrics, reached = context.metrics, self.welcome is not None
-        kind, slow = (kind_of(self.path), bool(self.slow)) if reached else (None, False)
+    def enter(self, state: State, context: ActorContext) -> None:
+        """Another state, or the same with another path: the metrics count it by both, until it is closed."""
+        if state is not self.state:
+            for entered, change in ((self.state, -1), (state, +1)):
+                if entered is not State.CLOSED:
+                    context.metrics.peers.labels(entered).inc(change)
+        self.state = state
+        if state is not State.LOADING:  # of which it is not known yet what it leads to
+            self._count_path(context)
+
+    def _count_path(self, context: ActorContext) -> None:
+        """Moves it in the metrics to the path by which it can be read from now, if it can."""
+        metrics = context.metrics
+        kind, slow = (kind_of(self.path), bool(self.slow)) if self.state in _READY else (None, False)
         for counted, change in ((self.counted, -1), (kind, +1)):
             if counted is not None:
                 metrics.peer_paths.labels(counted).inc(change)

@@ -17,7 +17,7 @@ _log = structlog.get_logger("kvd.pools")
 
 
 class PoolMemory(Component):
-    """Calls `up(record, metadata)` when a pool is registered, and `step(record, event)` when other things happen."""
+    """Calls `up(record)` when a pool is registered, and `step(record, event)` when other things happen."""
 
     def __init__(
         self,

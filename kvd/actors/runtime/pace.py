@@ -25,11 +25,9 @@ class TokenBucket:
 
     def take(self, now: float) -> bool:
         """Takes a token; False if none is left."""
-        self._left = min(float(self._limit.burst), self._left + (now - self._at) * self._limit.per_second)
-        self._at = now
-        if self._left < 1.0:
+        if self.is_empty(now):
             return False
-        self._left -= 1.0
+        self.charge(now, 1)
         return True
 
     def charge(self, now: float, count: int) -> None:

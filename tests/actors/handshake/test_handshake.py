@@ -72,31 +72,6 @@ def test_a_peer_that_lives_and_is_not_ready_yet_is_waited_for(stage):
     assert len(stage.asks(Claim)) == 1
 
 
-def test_a_peer_that_refuses_us_is_not_asked_as_fast_as_it_answers(stage):
-    stage.pull(timeout=60.0)
-    for _ in range(5):
-        stage.peer_says(Refuse(0, ErrorCode.BAD_VERSION, "speaks\n9"))
-    assert len(stage.asks(Hello)) == 1
-    [failed] = stage.notified
-    assert failed.code == ErrorCode.PEER_LOST
-    assert "speaks?9" in failed.text
-    stage.run(1.0)
-    assert len(stage.asks(Hello)) == 2
-
-
-@pytest.mark.parametrize("loading", [False, True], ids=["ready", "loading"])
-def test_a_peer_that_says_welcome_and_then_refuses_us_is_not_asked_as_fast_as_it_answers_either(stage, loading):
-    if loading:
-        stage.dependencies.transport.add_peer = lambda *_: None
-    stage.pull(timeout=60.0)
-    for _ in range(5):
-        stage.peer_says(welcome_of())
-        stage.peer_says(Refuse(0, ErrorCode.BAD_VERSION, "speaks 9"))
-    assert len(stage.asks(Hello)) == 1
-    stage.run(1.0)
-    assert len(stage.asks(Hello)) == 2
-
-
 def test_a_peer_of_another_version_is_lost(stage):
     stage.pull()
     stage.peer_says(welcome_of(version=VERSION + 1))
@@ -294,7 +269,7 @@ def test_a_peer_that_says_that_its_transport_does_not_come_back_is_named_until_i
     stage = Stage(heartbeat=1.0)
     stage.attach()
     refuse = Refuse(0, ErrorCode.TRANSPORT, "the transport of p to other hosts ended 31 s ago")
-    for ends in (lambda: stage.peer_says(welcome_of()), lambda: stage.run(8.0)):
+    for ends in (lambda: (stage.run(1.0), stage.peer_says(welcome_of())), lambda: stage.run(8.0)):
         stage.pull(timeout=600.0)
         stage.peer_says(refuse)
         stage.run(2.0)

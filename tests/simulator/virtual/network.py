@@ -24,6 +24,7 @@ from kvd.net.interface import (
 )
 from tests.simulator.virtual.loop import Process
 from tests.simulator.virtual.world import LONG_DELAY, World
+from tests.support.nameless import Nameless
 
 _PREFIX = "sim://"
 _ROOT = "."
@@ -92,7 +93,7 @@ class _Inbox:
             self.on_event(self._events.popleft())
 
 
-class SimPeerPort:
+class SimPeerPort(Nameless):
     """One daemon's peer socket; implements `kvd.net.interface.PeerPort`."""
 
     def __init__(self, network: Network, process: Process, daemon: str, agent: bytes) -> None:
@@ -103,8 +104,7 @@ class SimPeerPort:
         self.links: dict[int, str] = {}
         self._askers: dict[bytes, tuple[SimPeerPort, int]] = {}
         """By routing id: each link has its own, `<daemon>#<incarnation>#<token>`."""
-        self._last_link = 0
-        self._inbox = _Inbox()
+        self._last_link, self._inbox = 0, _Inbox()
         self.answers_to_stranger: list[bytes] = []
         """Answers to garbage."""
 
@@ -117,7 +117,7 @@ class SimPeerPort:
         self._inbox.on_event, self._inbox.intake = on_event, intake
         self._network.peer_ports[self.daemon] = self
 
-    def connect(self, address: str) -> int:
+    def connect(self, address: str, party: str = "") -> int:
         if not address.startswith(_PREFIX):
             raise BadRequest(ErrorCode.BAD_TICKET, f"{address!r} is no address of a daemon")
         self._last_link += 1

@@ -1,0 +1,57 @@
+"""Links are opened some at a time, however many addresses a ticket or a peer file names."""
+
+from collections import Counter
+
+import pytest
+
+from kvd.actors.runtime.actor import call
+from kvd.errors import ErrorCode
+from kvd.protocol.ticket import Ticket, TicketRank
+from kvd.protocol.types import Span
+from tests.actors.stage import SECRET, Stage, ids
+
+ADDRESSES = [f"tcp://made-up-{number}:1" for number in range(100)]
+AT_ONCE = 16
+
+
+@pytest.fixture
+def stage():
+    stage = Stage(heartbeat=1.0)
+    stage.attach()
+    return stage
+
+
+@pytest.fixture
+def opened(stage):
+    """How many links are opened in each turn of the loop."""
+    turns, port = Counter(), stage.dependencies.peer_port
+    connect = port.connect
+    port.connect = lambda *arguments: (turns.update([stage.loop.callbacks]), connect(*arguments))[1]
+    return turns
+
+
+def ticket_of(addresses):
+    ranks = tuple(TicketRank("peer", address, 0, "there", "o", 0, SECRET) for address in addresses)
+    return Ticket(4, ranks, ((Span(0, 0, ids(0)),),)).encode()
+
+
+def test_a_ticket_of_many_unknown_addresses_has_them_connected_to_some_at_a_time(stage, opened):
+    for number in range(3):
+        stage.pull(f"p{number}", (), ticket=ticket_of(ADDRESSES), timeout=60.0)
+    assert sorted(stage.dependencies.peer_port.links.values()) == sorted(ADDRESSES)
+    assert max(opened.values()) == AT_ONCE
+
+
+def test_so_does_a_long_peer_file(stage, opened):
+    call(stage.actors.handshake.expect, frozenset(ADDRESSES))
+    stage.run()
+    assert sorted(stage.dependencies.peer_port.links.values()) == sorted(ADDRESSES)
+    assert max(opened.values()) == AT_ONCE
+
+
+def test_an_address_that_cannot_be_connected_to_fails_its_pull_and_keeps_nobody_from_the_others(stage):
+    stage.pull("bad", (), ticket=ticket_of([*ADDRESSES, "nonsense"]), timeout=60.0)
+    [failed] = stage.notified
+    assert (failed.request, failed.code) == ("bad", ErrorCode.PEER_LOST)
+    assert "no address: nonsense" in failed.text
+    assert len(stage.dependencies.peer_port.links) == len(ADDRESSES)
