@@ -145,6 +145,7 @@ class SchedulerActor(Actor):
 
         None while its route is being worked out.
         """
+        pull.routing = None  # one between its producers as they were is not waited for any more
         self._producers.check_names(pull.ticket)
         missing = self._producers.without_pool(pull.ticket)
         if missing and pull.lookups_left > 0:
@@ -203,6 +204,7 @@ class SchedulerActor(Actor):
         error = refusal(ErrorCode.PEER_LOST, f"the daemon at {address} is lost: {reason}")
         for pull in self._unrouted(address):
             if restarted:
+                pull.routing = None
                 pull.awaited.add(address)
                 self._step(pull, Event.RESTARTED)
             else:
