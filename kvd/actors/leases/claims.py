@@ -48,7 +48,10 @@ class Claims(Component):
         self._records: dict[ClaimKey, ClaimRecord] = {}
         self._waiting = WaitingClaims()
         self._judging: Batch[ClaimRecord] = Batch(actor, self._judge_waiting)
-        """Those that wait, and whose offers have come or cannot come any more."""
+        """Those that wait, and whose offers have come or cannot come any more.
+
+        Those that are leaving come last: what they finish must not end the lease of one that is yet to be granted.
+        """
         self._held = 0
         self._held_of: Counter[str] = Counter()
         """By peer."""
@@ -134,9 +137,11 @@ class Claims(Component):
         self._judge_again(self._waiting.all())
 
     def _judge_again(self, claims: list[ClaimRecord]) -> None:
-        # Those that are leaving come last: what they finish must not end the lease of one that is yet to be granted.
-        for claim in sorted(claims, key=lambda claim: claim.state is State.LEAVING):
+        for claim in claims:
             self._judging.put(claim)
+        for claim in claims:
+            if claim.state is State.LEAVING:
+                self._judging.defer(claim)
 
     def _judge_waiting(self, claims: list[ClaimRecord]) -> None:
         for claim in claims:
@@ -253,6 +258,7 @@ class Claims(Component):
         if claim.state is State.WAITING and finished:
             claim.state = machine.TABLE.step(claim.state, Event.CANCEL).state
             self._waiting.leave(claim)
+            self._judging.defer(claim)
         else:
             self._end(claim, Event.RELEASE, "released", finished=finished)
 

@@ -36,6 +36,11 @@ class Batch(Generic[T]):
             self._called = True
             self._actor.call(self._handle_some)
 
+    def defer(self, item: T) -> None:
+        """Has an item that waits handled behind all others."""
+        if item in self._items:
+            self._items.move_to_end(item)
+
     def _handle_some(self) -> None:
         self._handle(self._take())
         self._called = bool(self._items)

@@ -6,9 +6,9 @@ from msgspec.structs import replace
 from kvd import limits
 from kvd.net.interface import PeerAsked, WorkerFrame
 from kvd.protocol import codec, ticket
-from kvd.protocol.peer import Follow, Grant, Grown, Release
+from kvd.protocol.peer import Fence, Follow, Grant, Grown, Held, Release, Settle, Settled
 from kvd.protocol.types import Span
-from kvd.protocol.worker import Cancel, Extend, Offer
+from kvd.protocol.worker import Cancel, Extend, Offer, Released
 from tests.actors.stage import SECRET, Stage, ids, make_claim
 
 CLAIMS = 5
@@ -52,6 +52,22 @@ def test_a_claim_that_is_let_go_before_it_is_judged_is_not_taken_for_a_later_one
     in_one_turn(stage, offer())
     assert granted(stage) == [1]
     assert stage.actors.leases.claims.waiting == 0
+
+
+@pytest.mark.parametrize("leaves", [Release(1, finished=True), Settle((Fence(1, 0),))], ids=["release", "settle"])
+def test_a_consumer_that_waits_is_served_though_another_leaves_as_the_offer_comes(stage, leaves):
+    in_one_turn(stage, make_claim(1, consumer="A"), make_claim(2, consumer="B"))
+    in_one_turn(stage, offer(), leaves)
+    [grant] = [answer for _, answer in stage.answers if not isinstance(answer, Settled)]
+    assert (type(grant), grant.claim) == (Grant, 2)
+    assert stage.asked_by_peer(Fence(2, grant.generation)) == [Held(2)]
+    assert [(item.offer, item.reason) for item in stage.notified if isinstance(item, Released)] == [("o", "read")]
+
+
+def test_a_reader_that_left_before_one_offer_is_judged_behind_those_that_wait_for_the_next_of_its_name(stage):
+    in_one_turn(stage, make_claim(1, consumer="A"), Release(1, finished=True))
+    in_one_turn(stage, WRONG, WITHDRAWN, make_claim(2, consumer="B"), offer())
+    assert granted(stage) == [2]
 
 
 def test_claims_are_judged_once_however_often_offers_of_their_name_come_and_go_meanwhile(stage):
