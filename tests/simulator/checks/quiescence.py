@@ -8,6 +8,7 @@ from tests.simulator.traffic.workers import Worker
 from tests.simulator.virtual.fabric import parts_of
 from tests.simulator.virtual.fleet import CLAIM_WAIT, HEARTBEAT, PEER_IDLE, POOL_LINGER, TOMBSTONE, Daemon
 from tests.simulator.virtual.world import World
+from tests.support.blocks import offered
 
 _SETTLING = 6.5
 """Seconds after which all earlier requests have ended: the longest offer, the longest deadline with grace."""
@@ -131,7 +132,7 @@ def _check_blocks(world: World, daemon: Daemon) -> None:
         if busy:
             world.violate(Promise.QUARANTINE, f"{daemon.name}: {worker} has {busy} busy blocks, and no pull is open")
     for pool in scheduler._targets._pools.values():
-        if pool.blocks.offered or pool.blocks._named:
+        if offered(pool.blocks) or pool.blocks._named:
             world.violate(Promise.SOUND, f"{daemon.name}: blocks of {pool.name} are offered, and no offer stands")
     completion = daemon.actors.completion
     for name, log in completion._logs.items():
