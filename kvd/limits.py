@@ -277,6 +277,9 @@ MAX_CLAIMS_PER_OFFER: Final = 4 * MAX_RANKS
 """Claims that hold one offer: every rank of a consumer, and of a second one that a router tried. A rank may have two:
 one only holds the offer while the request queues, one reads."""
 
+BLOCKS_PER_PULL: Final = 256
+"""As so many blocks that are given back a pull counts that is routed and claimed, or ends: it takes up to 90 us."""
+
 BLOCKS_PER_CLAIM: Final = 16
 """As so many blocks that are given back a claim counts that breaks with its offer: it takes 5 us."""
 

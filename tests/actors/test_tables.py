@@ -86,9 +86,9 @@ IMPOSSIBLE = {
         # Asked of a read that is open, and only until it is claimed.
         *((state, T.Event.LASTS) for state in T.State if state is not T.State.READING),
         # Nothing was asked of the producer yet.
-        (T.State.NEW, T.Event.GRANTED),
         (T.State.NEW, T.Event.REFUSED),
         # A grant is used once, and only where the claim waits for it.
+        *((state, T.Event.GRANTED) for state in T.State if state is not T.State.CLAIMING),
         *((state, T.Event.HOLD) for state in T.State if state is not T.State.CLAIMING),
         *((state, T.Event.GROWS) for state in T.State if state is not T.State.CLAIMING),
         # Whoever passes answers on drops what was asked for no more.
@@ -112,18 +112,7 @@ IMPOSSIBLE = {
             if state not in (T.State.NEW, T.State.CLAIMING, T.State.FENCING, T.State.DRAINING)
         ),
         # Whoever passes answers on drops a `held` that nobody asked for.
-        *(
-            (state, T.Event.PROVEN)
-            for state in (
-                T.State.NEW,
-                T.State.CLAIMING,
-                T.State.FOLLOWING,
-                T.State.PLANNING,
-                T.State.HOLDING,
-                T.State.READING,
-                T.State.DRAINING,
-            )
-        ),
+        *((state, T.Event.PROVEN) for state in T.State if state is not T.State.FENCING and state not in T.TELLING),
     },
     "claim": {
         # A fence is answered by the state that the claim is in; it changes only one that is held.

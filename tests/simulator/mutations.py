@@ -179,17 +179,15 @@ def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
 def an_expired_claim_still_holds_its_lease(monkeypatch):
     """The consumer goes silent, the offer expires, the blocks are the producer's: and then the fence is asked for."""
 
-    def overdue(self, key):
-        if not held(self, key):
-            overdue_then(self, key)
-            return
-        claim = self._records[key]
-        claim.lease.let_go(claim)
-        self._offers.step(claim.lease, lease_machine.Event.UNCLAIMED, "expired")
-        if self._context.loop.time() >= claim.lease.expires:
-            self._offers.step(claim.lease, lease_machine.Event.EXPIRE, "expired")
-        else:
-            claim.lease.hold(claim)
+    def overdue(self, keys):
+        overdue_then(self, [key for key in keys if not held(self, key)])
+        for claim in [self._records[key] for key in keys if held(self, key)]:
+            claim.lease.let_go(claim)
+            self._offers.step(claim.lease, lease_machine.Event.UNCLAIMED, "expired")
+            if self._context.loop.time() >= claim.lease.expires:
+                self._offers.step(claim.lease, lease_machine.Event.EXPIRE, "expired")
+            else:
+                claim.lease.hold(claim)
 
     def fence(self, key, peer, fence):
         if held(self, key):
@@ -238,8 +236,7 @@ def nobody_looks_for_the_stamp_before_the_bytes(monkeypatch):
 @mutation(Promise.BAD_INPUT, first=264)
 def leases_without_a_stamp_are_not_claimed_first(monkeypatch):
     def names_lease(self):
-        rank, pool = self.rank, self.source.pool
-        return rank.generation != 0 and (rank.incarnation, rank.epoch) == (self.incarnation, pool.epoch)
+        return self.rank.generation != 0 and self.view.told_of(self.source.pool, self.rank)
 
     monkeypatch.setattr(transfers.Transfer, "is_stamped", property(names_lease))
 

@@ -108,10 +108,11 @@ class Connections(Component):
     def _close_idle(self, number: int) -> None:
         """Frees the place of a process that does not use it."""
         connection = self._by_number.get(number)
-        if connection is not None and not connection.worker:
-            text = f"nothing was asked for {limits.SESSION_IDLE_SECONDS:g} s; connect again when there is something"
-            self._refuse(number, refusal(ErrorCode.DEADLINE, text))
-            self.hang_up(number)
+        if connection is None or connection.worker or connection.ending or number in self._idle:
+            return  # it is gone, or has asked for something while this call waited
+        text = f"nothing was asked for {limits.SESSION_IDLE_SECONDS:g} s; connect again when there is something"
+        self._refuse(number, refusal(ErrorCode.DEADLINE, text))
+        self.hang_up(number)
 
     def received(self, event: SessionFrame) -> None:
         """An attach, a detach, a status request, or garbage."""
@@ -121,7 +122,7 @@ class Connections(Component):
             return
         try:
             request = codec.session_requests.decode(event.frame)
-            if not connection.worker:
+            if not (connection.worker or connection.ending):
                 self._mark_idle(connection)
             if isinstance(request, Attach):
                 self._attach(event, connection, request)

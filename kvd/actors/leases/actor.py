@@ -141,7 +141,7 @@ class LeasesActor(Actor):
 
     def leased_pools(self) -> frozenset[int]:
         """The ids of the pools of which offers stand."""
-        return self._offers.leased_pools()
+        return frozenset(self._offers.bounds.standing)
 
     # --- the daemon's end -------------------------------------------------------------------------------------------
 

@@ -188,10 +188,11 @@ class WaitingClaims:
         return next(iter(leaving.values()), None)
 
     def discard(self, claim: ClaimRecord) -> bool:
-        """Takes a claim out; False if it does not wait."""
+        """Takes a claim out; False if it does not wait, though a later one of its number may."""
         claims = self._by_offer.get(claim.offer, {})
-        if claims.pop(claim.key, None) is None:
+        if claims.get(claim.key) is not claim:
             return False
+        del claims[claim.key]
         if not claims:
             del self._by_offer[claim.offer]
         self._of_peer -= Counter([claim.peer])

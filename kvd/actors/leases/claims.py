@@ -48,13 +48,16 @@ class Claims(Component):
         self._records: dict[ClaimKey, ClaimRecord] = {}
         self._waiting = WaitingClaims()
         self._judging: Batch[ClaimRecord] = Batch(actor, self._judge_waiting)
-        """Those that wait, and whose offers have come or cannot come any more."""
+        """Those that wait, and whose offers have come or cannot come any more.
+
+        Those that are leaving come last: what they finish must not end the lease of one that is yet to be granted.
+        """
         self._held = 0
         self._held_of: Counter[str] = Counter()
         """By peer."""
         self._served = 0
         """Held claims whose reads the transport has a part in."""
-        self._due: Deadlines[ClaimKey] = Deadlines(context.loop, Batch(actor, self._all_overdue).put, for_others=True)
+        self._due: Deadlines[ClaimKey] = Deadlines(context.loop, Batch(actor, self._overdue).put, for_others=True)
 
     def requested(self, sender: bytes, peer: str, request: LeaseRequest) -> None:
         """Answers a request of a consumer's daemon, at most once.
@@ -134,9 +137,11 @@ class Claims(Component):
         self._judge_again(self._waiting.all())
 
     def _judge_again(self, claims: list[ClaimRecord]) -> None:
-        # Those that are leaving come last: what they finish must not end the lease of one that is yet to be granted.
-        for claim in sorted(claims, key=lambda claim: claim.state is State.LEAVING):
+        for claim in claims:
             self._judging.put(claim)
+        for claim in claims:
+            if claim.state is State.LEAVING:
+                self._judging.defer(claim)
 
     def _judge_waiting(self, claims: list[ClaimRecord]) -> None:
         for claim in claims:
@@ -253,27 +258,25 @@ class Claims(Component):
         if claim.state is State.WAITING and finished:
             claim.state = machine.TABLE.step(claim.state, Event.CANCEL).state
             self._waiting.leave(claim)
+            self._judging.defer(claim)
         else:
             self._end(claim, Event.RELEASE, "released", finished=finished)
 
-    def _all_overdue(self, keys: list[ClaimKey]) -> None:
+    def _overdue(self, keys: list[ClaimKey]) -> None:
+        """The offers of these claims have not come in time, or the claims were not renewed."""
         for key in keys:
-            self._overdue(key)
-
-    def _overdue(self, key: ClaimKey) -> None:
-        """A claim's offer has not come in time, or the claim was not renewed."""
-        claim = self._records.get(key)
-        if claim is None or key in self._due:
-            return
-        request = claim.request
-        if claim.state is State.HELD:
-            self._break(claim, refusal(ErrorCode.LEASE_BROKEN, f"the claim was not renewed for {request.ttl:g} s"))
-        elif claim.state is State.WAITING:
-            error = refusal(ErrorCode.OFFER_GONE, f"no offer {request.offer!r} was made by {request.pool!r}")
-            self._break(claim, error)
-            self._answers.refused(claim, error)
-        elif claim.state is State.LEAVING:
-            self._end(claim, Event.BREAK, "released")
+            claim = self._records.get(key)
+            if claim is None or key in self._due:
+                continue
+            request = claim.request
+            if claim.state is State.HELD:
+                self._break(claim, refusal(ErrorCode.LEASE_BROKEN, f"the claim was not renewed for {request.ttl:g} s"))
+            elif claim.state is State.WAITING:
+                error = refusal(ErrorCode.OFFER_GONE, f"no offer {request.offer!r} was made by {request.pool!r}")
+                self._break(claim, error)
+                self._answers.refused(claim, error)
+            elif claim.state is State.LEAVING:
+                self._end(claim, Event.BREAK, "released")
 
     def break_all(self, lease: Lease, why: str) -> None:
         """Breaks every claim of a lease that has ended."""

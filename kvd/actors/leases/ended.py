@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from kvd import limits
-from kvd.actors.leases.content import Part
 from kvd.actors.leases.lease import Lease
 from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.deferred import Batch
@@ -19,29 +18,33 @@ class Returns:
 
     def __init__(self, actor: Actor, returned: Callable[[Lease], None]) -> None:
         self._returned = returned
-        self._parts: Batch[tuple[Lease, Part | None]] = Batch(actor, self._give_back, _weight)
+        self._parts: Batch[tuple[Lease, int]] = Batch(actor, self._give_back, _weight)
+        """Parts of leases by their index; the one behind the last stands for the end."""
 
     def put(self, lease: Lease) -> None:
         """Gives the blocks of a lease back, which has ended."""
-        parts = [*((lease, part) for part in lease.content.parts), (lease, None)]
+        parts = [(lease, index) for index in range(len(lease.content.parts) + 1)]
         if lease.size.blocks + lease.content.spans <= limits.BATCH_BLOCKS:
             self._give_back(parts)
             return
         for each in parts:
             self._parts.put(each)
 
-    def _give_back(self, parts: list[tuple[Lease, Part | None]]) -> None:
-        for lease, part in parts:
-            if part is None:
+    def _give_back(self, parts: list[tuple[Lease, int]]) -> None:
+        for lease, index in parts:
+            if index == len(lease.content.parts):
                 self._returned(lease)
             else:
-                lease.pool.blocks.release(part.spans)
+                lease.pool.blocks.release(lease.content.parts[index].spans)
 
 
-def _weight(item: tuple[Lease, Part | None]) -> int:
+def _weight(item: tuple[Lease, int]) -> int:
     """Blocks and spans: an offer may have very many parts with few blocks, or none."""
-    lease, part = item
-    return 0 if part is None else lease.pool.blocks.size_of(part.spans).blocks + max(1, len(part.spans))
+    lease, index = item
+    if index == len(lease.content.parts):
+        return 0
+    spans = lease.content.parts[index].spans
+    return lease.pool.blocks.size_of(spans).blocks + max(1, len(spans))
 
 
 K = TypeVar("K")

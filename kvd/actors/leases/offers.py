@@ -327,10 +327,6 @@ class Offers:
         if pool.id in self._quiescing and not self.bounds.standing[pool.id]:
             self._quiet(pool)
 
-    def leased_pools(self) -> frozenset[int]:
-        """The ids of the pools of which offers stand."""
-        return frozenset(self.bounds.standing)
-
     def drain(self) -> None:
         """Takes no new offers; calls `idle` when the last has ended."""
         self._draining = True

@@ -1,17 +1,19 @@
 """Ways to have many things done later: a few calls for all of them, or one timer."""
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from itertools import islice
 from typing import Generic, TypeVar
 
 from kvd import limits
 from kvd.actors.runtime.actor import Actor, Loop, Timer
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Hashable)
 
 
 class Batch(Generic[T]):
-    """Collects items, and has `actor` call `handle` with some of them at a time, in order.
+    """Collects items, and has `actor` call `handle` with some of them at a time, in order; each is in it once.
 
     What one call of `handle` causes goes ahead of the next, and sockets are read in between. `blocks_of` says how many
     blocks have to do with an item, if that decides how long it takes: one call gets items of up to
@@ -24,31 +26,38 @@ class Batch(Generic[T]):
         self._actor = actor
         self._handle = handle
         self._blocks_of = blocks_of
-        self._items: list[T] = []
+        self._items: OrderedDict[T, None] = OrderedDict()
         self._called = False
 
     def put(self, item: T) -> None:
-        """Adds an item."""
-        self._items.append(item)
+        """Adds an item; one that waits already keeps its place."""
+        self._items[item] = None
         if not self._called:
             self._called = True
             self._actor.call(self._handle_some)
 
+    def defer(self, item: T) -> None:
+        """Has an item that waits handled behind all others."""
+        if item in self._items:
+            self._items.move_to_end(item)
+
     def _handle_some(self) -> None:
-        count = self._fitting()
-        items, self._items = self._items[:count], self._items[count:]
-        self._handle(items)
+        self._handle(self._take())
         self._called = bool(self._items)
         if self._called:
             self._actor.later(0.0, self._handle_some)  # a call that waits already would come before sockets are read
 
-    def _fitting(self) -> int:
+    def _take(self) -> list[T]:
+        taken: list[T] = []
         blocks = 0
-        for count, item in enumerate(self._items[: limits.BATCH_ITEMS]):
+        for item in islice(self._items, limits.BATCH_ITEMS):
             blocks += self._blocks_of(item)
-            if count and blocks > limits.BATCH_BLOCKS:
-                return count
-        return limits.BATCH_ITEMS
+            if taken and blocks > limits.BATCH_BLOCKS:
+                break
+            taken.append(item)
+        for item in taken:
+            del self._items[item]
+        return taken
 
 
 K = TypeVar("K", bound=Hashable)

@@ -164,11 +164,6 @@ class BlocksInUse:
         for span in spans:
             self._of(span).offer(span.ids, -1)
 
-    @property
-    def offered(self) -> int:
-        """How many blocks stand in offers."""
-        return sum(uses.offered for uses in self._uses.values())
-
 
 def _count(spans: Sequence[Span]) -> int:
     return sum(len(span.ids) for span in spans) // 4

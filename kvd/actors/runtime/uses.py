@@ -91,11 +91,6 @@ class Uses:
         """Whether it stands in an offer."""
         return self._one[block] > 0
 
-    @property
-    def offered(self) -> int:
-        """How many blocks stand in offers; takes time for each block of the arena."""
-        return int(np.count_nonzero(self._uses > 0))
-
 
 def _indexes(ids: bytes) -> Iterator[NDArray[np.intp]]:
     """Some blocks at a time, in the one type of indexes that numpy does not convert one by one."""

@@ -22,6 +22,7 @@ from kvd.actors.scheduler.pull import Effect, Event, Pull, PullKey, State
 from kvd.actors.scheduler.routes import RouteKey
 from kvd.actors.scheduler.targets import Targets
 from kvd.actors.scheduler.transfers import Transfers
+from kvd.actors.scheduler.unrouted import UnroutedPulls
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.protocol import worker as protocol
 from kvd.protocol.status import PullStatus
@@ -56,7 +57,8 @@ class SchedulerActor(Actor):
         self._leases = leases
         self._handshake = handshake
         self._targets = Targets(context)
-        self._producers = Producers(KnownRoutes(self, background, self._route_made, self._wanted_routes))
+        routes = KnownRoutes(self, background, self._route_made, lambda: {pull.routing for pull in self._all()})
+        self._producers = Producers(routes)
         self._pulls: dict[PullKey, Pull] = {}
         self._effects = EffectQueue(when_empty=self._check_idle)
         self.transfers = Transfers(
@@ -71,7 +73,18 @@ class SchedulerActor(Actor):
             step_pull=self._advance,
             grow=self._targets.grow,
         )
+        self._unrouted = UnroutedPulls(
+            context,
+            self,
+            self._producers,
+            self.transfers,
+            handshake=handshake,
+            pulls=self._all,
+            step=self._step,
+        )
         self._leaving = LeavingPulls(context, self, give_up=lambda pull: self._step(pull, Event.FAIL))
+        self._ending: Batch[tuple[Pull, Event, KvdError]] = Batch(self, self._end, lambda _: limits.BLOCKS_PER_PULL)
+        """Those into a pool that quiesces."""
         self._draining = False
         self._deadlines: Deadlines[PullKey] = Deadlines(context.loop, Batch(self, self._deadlines_over).put)
         context.metrics.pulls_active.set_function(lambda: len(self._pulls))
@@ -105,10 +118,7 @@ class SchedulerActor(Actor):
             pull.span = self._context.spans.pull(pool.name, request)
         self._pulls[key] = pull
         self._deadlines.set(key, now + request.timeout)
-        if unknown:
-            self._step(pull, Event.MISSING)
-        else:
-            self._route(pull)
+        self._unrouted.begin(pull)
 
     def _check(self, key: PullKey) -> None:
         if self._draining:
@@ -117,68 +127,6 @@ class SchedulerActor(Actor):
             text = f"the pull {key[1]!r} has not ended, or its blocks are in quarantine; use a new id"
             raise refusal(ErrorCode.DUPLICATE_REQUEST, text)
 
-    def _route(self, pull: Pull) -> None:
-        """Goes on with a pull whose producers' daemons are all ready."""
-        try:
-            event = self._find_transfers(pull)
-        except KvdError as error:
-            self._step(pull, Event.FAIL, error)
-        else:
-            if event is not None:
-                self._step(pull, event)
-
-    def _route_made(self, key: RouteKey) -> None:
-        """Goes on with the pulls that waited for this route."""
-        for pull in [pull for pull in self._all() if pull.routing == key]:
-            pull.routing = None
-            if pull.state not in machine.UNROUTED:
-                self.transfers.rerouted(pull)
-            elif not pull.awaited:
-                self._route(pull)
-
-    def _wanted_routes(self) -> set[object]:
-        """The keys of the routes that pulls wait for."""
-        return {pull.routing for pull in self._all()}
-
-    def _find_transfers(self, pull: Pull) -> Event | None:
-        """Adds a transfer to the pull for each producer rank that it has to do with, or says what it waits for.
-
-        None while its route is being worked out.
-        """
-        self._producers.check_names(pull.ticket)
-        missing = self._producers.without_pool(pull.ticket)
-        if missing and pull.lookups_left > 0:
-            return self._look_up(pull, missing)
-        if missing and self._producers.may_come(pull.ticket, missing):
-            return Event.ABSENT
-        pull.views = self._producers.views(pull.ticket)
-        try:
-            sources = self._producers.sources(pull)
-        except KvdError:
-            if pull.unasked:  # a producer's engine may have changed its layout since its daemon was asked
-                return self._look_up(pull, set(pull.unasked))
-            raise
-        if sources is None:
-            return None
-        for source in sources:
-            self.transfers.add(pull, source)
-        return Event.ROUTED
-
-    def _look_up(self, pull: Pull, addresses: set[str]) -> Event:
-        pull.awaited = addresses
-        pull.lookups_left -= 1
-        return Event.MISSING
-
-    def _connect(self, pull: Pull) -> None:
-        pull.unasked -= pull.awaited
-        for address in sorted(pull.awaited):
-            call(self._handshake.need, address, stale=address in self._producers, worker=pull.key[0])
-
-    def _retry(self, pull: Pull) -> None:
-        if pull.state in (State.WAITING, State.LEAVING) and not pull.awaited:
-            pull.lookups_left = 1
-            self._route(pull)
-
     # --- its producers ----------------------------------------------------------------------------------------------
 
     def peer_up(self, view: PeerView) -> None:
@@ -186,27 +134,15 @@ class SchedulerActor(Actor):
 
         Continues pulls that waited for it, and uses its grants of pools that were not known yet.
         """
-        address = view.address
-        self._producers.learn(view)
-        for pull in [pull for pull in self._all() if address in pull.awaited]:
-            pull.awaited.discard(address)
-            if not pull.awaited:
-                self._route(pull)
-        self.transfers.learned(address)
+        self._unrouted.peer_up(view)
 
     def peer_down(self, address: str, reason: str, *, restarted: bool = False) -> None:
         """Fails what this peer was asked for.
 
         If it has restarted, it is being greeted already: pulls that are not routed yet wait for it.
         """
-        self._producers.forget(address)
         error = refusal(ErrorCode.PEER_LOST, f"the daemon at {address} is lost: {reason}")
-        for pull in self._unrouted(address):
-            if restarted:
-                pull.awaited.add(address)
-                self._step(pull, Event.RESTARTED)
-            else:
-                self._step(pull, Event.FAIL, error)
+        self._unrouted.peer_down(address, error, restarted=restarted)
         self.transfers.lose(address, error)
 
     def peer_idle(self, address: str, announced: int) -> None:
@@ -214,12 +150,12 @@ class SchedulerActor(Actor):
 
         `announced` says how often `peer_up` has been called for it.
         """
-        if not self.transfers.reads_from(address) and not self._unrouted(address):
+        if not self.transfers.reads_from(address) and not self._unrouted.of(address):
             self._producers.forget(address)
             call(self._handshake.forget, address, announced)
 
-    def _unrouted(self, address: str) -> list[Pull]:
-        return [pull for pull in self._all() if pull.state in machine.UNROUTED and pull.reads_from(address)]
+    def _route_made(self, key: RouteKey, failure: KvdError | None) -> None:
+        self._unrouted.route_made(key, failure)
 
     def _all(self) -> list[Pull]:
         return [*self._pulls.values(), *self._leaving]
@@ -239,9 +175,9 @@ class SchedulerActor(Actor):
     def _carry_out(self, effect: Effect, pull: Pull, error: KvdError | None) -> None:
         match effect:
             case Effect.CONNECT:
-                self._connect(pull)
+                self._unrouted.connect(pull)
             case Effect.RETRY:
-                self.later(self._context.settings.retry, self._retry, pull)
+                self._unrouted.retry_later(pull)
             case Effect.BEGIN:
                 self.transfers.begin(pull)
             case Effect.CONCLUDE:
@@ -332,9 +268,15 @@ class SchedulerActor(Actor):
         """Ends the pulls into a pool, and tells when the last write has ended."""
         self._targets.close(pool.id)
         code, event = (ErrorCode.POOL_BUSY, Event.FAIL) if force else (ErrorCode.CANCELLED, Event.CANCEL)
-        for pull in [pull for pull in self._pulls.values() if pull.pool.id == pool.id]:
-            self._step(pull, event, refusal(code, why))
+        for pull in self._pulls.values():
+            if pull.pool.id == pool.id:
+                self._ending.put((pull, event, refusal(code, why)))
         self._check_quiet(pool)
+
+    def _end(self, pulls: list[tuple[Pull, Event, KvdError]]) -> None:
+        for pull, event, error in pulls:
+            if self._pulls.get(pull.key) is pull:
+                self._step(pull, event, error)
 
     def _check_quiet(self, pool: Pool) -> None:
         if self._targets.is_quiet(pool.id):

@@ -28,15 +28,15 @@ class KnownRoutes:
 
     The thread makes one at a time; users take turns.
 
-    `made` is called with the key of a route for which pulls may wait (`Pull.routing`); `wanted` gives the keys of those
-    for which some do.
+    `made` is called with the key of a route for which pulls may wait (`Pull.routing`), and with an error of the thread
+    if that has not worked it out: the next pull has it try again. `wanted` gives the keys of those for which some do.
     """
 
     def __init__(
         self,
         actor: Actor,
         background: Background,
-        made: Callable[[RouteKey], None],
+        made: Callable[[RouteKey, KvdError | None], None],
         wanted: Callable[[], Collection[object]],
     ) -> None:
         self._actor = actor
@@ -114,18 +114,21 @@ class KnownRoutes:
         self._background(make, lambda result: self._actor.call(self._end, key, result))
 
     def _end(self, key: RouteKey, result: Sources | KvdError) -> None:
-        if not self._is_stale:
+        failure = None
+        if self._is_stale:
+            pass  # whoever waits for it has it made again
+        elif isinstance(result, tuple | BadRequest):
             known = _known(key, result)
             self._make_room(known.cost)
             self._known[key] = known
+        else:
+            failure = result  # it may not come again: a want of memory, say
         self._making, self._is_stale = None, False
         if self._waiting:
             wanted = self._wanted()
             self._drop_waiting(lambda other: other not in wanted)  # their pulls have ended
         self._start()
-        self._made(key)
-        if not _is_lasting(result):
-            self._known.pop(key, None)  # those that waited have heard of it; others try again
+        self._made(key, failure)
 
     def _make_room(self, cost: int) -> None:
         """Forgets the routes that were not used for longest; pulls keep what they have."""
@@ -213,11 +216,6 @@ def _outcome(key: RouteKey, make: Callable[[], Sources]) -> _Known:
         return _known(key, make())
     except BadRequest as error:
         return _known(key, error)
-
-
-def _is_lasting(result: Sources | KvdError) -> bool:
-    """Whether the same would come out again: unlike an error of the thread, such as a want of memory."""
-    return isinstance(result, tuple | BadRequest)
 
 
 def _known(key: RouteKey, result: Sources | KvdError) -> _Known:

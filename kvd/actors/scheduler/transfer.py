@@ -187,16 +187,10 @@ TABLE: Table[State, Event, Effect] = Table(
     },
     ignored={
         # Answers may come twice, since requests are sent again if an answer is late.
-        _S.HOLDING: frozenset({_E.GRANTED}),
-        _S.FOLLOWING: frozenset({_E.GRANTED}),
-        _S.PLANNING: frozenset({_E.GRANTED}),
-        _S.READING: frozenset({_E.GRANTED}),
-        _S.FENCING: frozenset({_E.GRANTED}),
-        _S.SETTLING: frozenset({_E.GRANTED, _E.STOP}),
-        _S.DRAINING: frozenset({_E.GRANTED, _E.REFUSED, _E.STOP}),
-        _S.LEAVING: frozenset({_E.GRANTED, _E.STOP}),
-        _S.DONE: frozenset({_E.GRANTED, _E.REFUSED, _E.PROVEN, _E.STOP}),
-        _S.ENDED: frozenset({_E.GRANTED, _E.REFUSED, _E.PROVEN, _E.STOP}),
+        _S.SETTLING: frozenset({_E.STOP}),
+        _S.DRAINING: frozenset({_E.REFUSED, _E.STOP}),
+        _S.LEAVING: frozenset({_E.STOP}),
+        **dict.fromkeys((_S.DONE, _S.ENDED), frozenset({_E.REFUSED, _E.STOP})),
     },
 )
 
@@ -251,11 +245,6 @@ class Transfer(Struct, eq=False):
     def view(self) -> PeerView:
         """The producer's daemon, as it was when the pull was routed."""
         return self.pull.views[self.address]
-
-    @property
-    def incarnation(self) -> int:
-        """The run of the producer's daemon that told us about the pool."""
-        return self.view.incarnation
 
     @property
     def is_stamped(self) -> bool:

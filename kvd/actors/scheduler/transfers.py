@@ -5,16 +5,12 @@ effects are carried out.
 """
 
 from collections.abc import Callable
-from typing import Final
-
-import structlog
 
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.peers import PeerChannel
 from kvd.actors.runtime.actor import Actor, Background, Component
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.machine import EffectQueue
-from kvd.actors.runtime.pace import WarnOnce
 from kvd.actors.scheduler import transfer as machine
 from kvd.actors.scheduler.grants import Grants
 from kvd.actors.scheduler.leaving import Leaving
@@ -23,6 +19,7 @@ from kvd.actors.scheduler.plans import Plans
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pull import WAS_CANCELLED, Pull
 from kvd.actors.scheduler.pull import Event as PullEvent
+from kvd.actors.scheduler.refusals import Refusals
 from kvd.actors.scheduler.routes import Source, Told
 from kvd.actors.scheduler.transfer import Effect, Event, State, Transfer
 from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
@@ -31,8 +28,6 @@ from kvd.protocol.peer import Broken, Grant, Grown, Held, LeaseAnswer, Refuse, S
 from kvd.transport.interface import Landed, ReadFailed, ReadRequest, Transport
 
 StepPull = Callable[[Pull, PullEvent, KvdError | None], None]
-
-_NOT_BELIEVED: Final = frozenset({ErrorCode.BAD_TICKET, ErrorCode.OFFER_GONE})
 
 
 class Transfers(Component):
@@ -63,10 +58,10 @@ class Transfers(Component):
         self._open: dict[int, Transfer] = {}
         self._last_number = 0
         self._shares = ClaimShares()
-        self._once = WarnOnce(structlog.get_logger("kvd.scheduler"), "kvd_tickets_refused_total")
         self._leaving: Leaving[Transfer] = Leaving(self._give_up)
         self._plans = Plans(scheduler, background, self._planned)
         self._requests = PeerRequests(context, scheduler, channel, transfers=self._open, step=self._step)
+        self._refusals = Refusals(context, scheduler, self._requests, transfers=self._open, step=self._step)
         self._grants = Grants(
             producers, self._plans, self._requests, handshake=handshake, step=self._step, fail=self._fail, grow=grow
         )
@@ -145,11 +140,7 @@ class Transfers(Component):
 
     def lose(self, address: str, error: KvdError) -> None:
         """What was asked of this peer is lost."""
-        for transfer in list(self._open.values()):
-            if transfer.address == address:
-                if transfer.state not in machine.OPEN | machine.TELLING:
-                    self._requests.release(transfer)  # messages may still pass where the transport does not
-                self._refused(transfer, error)
+        self._refusals.lose(address, error)
 
     # --- what the producer says -------------------------------------------------------------------------------------
 
@@ -172,31 +163,10 @@ class Transfers(Component):
             case Settled():
                 if transfer.state in machine.TELLING:
                     self._step(transfer, Event.PROVEN)
-            case Refuse() | Broken():
-                self._refused(transfer, error_from_code(reply.code, reply.text))
-
-    def _refused(self, transfer: Transfer, error: KvdError) -> None:
-        self._requests.answered(transfer)
-        if transfer.state is State.CLAIMING and error.code in _NOT_BELIEVED:
-            self._ticket_refused(transfer, error)
-        if transfer.state is State.HOLDING and error.code is ErrorCode.LEASE_BROKEN:
-            self._step(transfer, Event.STOP)  # its reader has finished; other ranks' leases are held on
-        else:
-            self._step(transfer, Event.REFUSED, error)
-
-    def _ticket_refused(self, transfer: Transfer, error: KvdError) -> None:
-        """Counts a ticket that the producer does not know (any more): who makes tickets up shows in this."""
-        rank, worker = transfer.rank, transfer.pull.key[0]
-        self._context.metrics.tickets_refused.labels(error.code).inc()
-        self._once.warn(
-            "ticket refused",
-            worker,
-            worker=worker,
-            producer=rank.daemon,
-            pool=rank.pool,
-            code=error.code,
-            text=error.text,
-        )
+            case Refuse():
+                self._refusals.refused(transfer, error_from_code(reply.code, reply.text))
+            case Broken():
+                self._refusals.broken(transfer, error_from_code(reply.code, reply.text))
 
     def _planned(self, transfer: Transfer, result: Descriptors | KvdError) -> None:
         if isinstance(result, KvdError):
@@ -209,14 +179,13 @@ class Transfers(Component):
         if transfer.state is State.PLANNING and transfer.descriptors is not None:
             self._step(transfer, Event.PLANNED)
 
-    def learned(self, address: str) -> None:
-        """Uses the grants of this peer's pools that were not known before the peer told about them."""
-        for transfer in list(self._open.values()):
-            if transfer.address == address and transfer.early_grant is not None:
-                self._grants.granted(transfer, transfer.early_grant)
+    def granted_early(self, address: str) -> list[Pull]:
+        """The pulls with grants of this peer's pools that were not known when they came."""
+        early = (transfer for transfer in self._open.values() if transfer.early_grant is not None)
+        return [transfer.pull for transfer in early if transfer.address == address]
 
     def rerouted(self, pull: Pull) -> None:
-        """Uses the grants that waited for a route of this pull."""
+        """Uses the grants of this pull that waited for word from a peer, or for a route."""
         for transfer in pull.transfers:
             if transfer.early_grant is not None:
                 self._grants.granted(transfer, transfer.early_grant)

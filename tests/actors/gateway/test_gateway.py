@@ -3,6 +3,7 @@ import base64
 import pytest
 
 from kvd import limits
+from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode
 from kvd.protocol.status import decode
 from kvd.protocol.types import Span
@@ -12,6 +13,8 @@ from kvd.protocol.worker import (
     Attached,
     Cancel,
     Detach,
+    Detached,
+    End,
     Error,
     Offer,
     Offered,
@@ -20,6 +23,7 @@ from kvd.protocol.worker import (
     Status,
     StatusRequest,
 )
+from tests.actors.scheduler.pulling import start_reading
 from tests.actors.stage import CACHE, Stage, ids, make_ticket
 
 
@@ -217,3 +221,32 @@ def test_a_worker_that_acknowledges_nothing_gets_nothing_new(stage, monkeypatch)
     assert reply.code == ErrorCode.OVERLOADED
     stage.request(Acknowledge(2))
     assert isinstance(stage.offer("c")[0], Offered)
+
+
+def test_a_session_that_waits_for_a_pool_to_end_may_ask_for_a_status_meanwhile():
+    stage = Stage(attach_wait=2 * limits.SESSION_IDLE_SECONDS)
+    stage.attach()
+    start_reading(stage, timeout=3600.0)
+    stage.hang_up()
+    stage.process_ends()
+    stage.connect(9)
+    stage.session(End("w"), 9)
+    assert isinstance(stage.session(StatusRequest(1), 9), Status)
+    stage.run(limits.SESSION_IDLE_SECONDS + 1.0)
+    assert stage.hung_up == []
+    stage.landed(1)
+    assert stage.on_sessions[-1] == Detached()
+
+
+@pytest.mark.parametrize("asks", [StatusRequest(1), End("w")])
+def test_a_session_is_not_closed_for_its_silence_if_it_asks_for_something_before_that_is_done(asks):
+    stage = Stage(attach_wait=60.0)
+    stage.attach()
+    start_reading(stage, timeout=3600.0)
+    stage.hang_up()
+    stage.process_ends()
+    stage.connect(9)
+    stage.session(asks, 9)
+    call(stage.actors.gateway.connections._close_idle, 9)
+    stage.run()
+    assert stage.hung_up == []

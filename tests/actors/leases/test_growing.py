@@ -13,6 +13,7 @@ from kvd.protocol import ticket
 from kvd.protocol.peer import Broken, Fence, Follow, Grant, Grown, Held, Release
 from kvd.protocol.types import Span, joined
 from kvd.protocol.worker import Cancel, Error, Extend, Extended, Offer, Offered, Released
+from tests.actors.batches import sizes_of
 from tests.actors.stage import SECRET, Stage, ids, make_claim
 from tests.simulator.virtual.cache import make_cache
 
@@ -385,16 +386,9 @@ def test_readers_take_as_many_parts_as_an_offer_can_have(stage):
     assert limits.MAX_PARTS_PER_OFFER + 1 < parts <= limits.MAX_PARTS_TOLD
 
 
-def batches(monkeypatch, batch):
-    """How many items each call of a batch has handled, as they are handled."""
-    sizes, handle = [], batch._handle
-    monkeypatch.setattr(batch, "_handle", lambda items: sizes.append(len(items)) or handle(items))
-    return sizes
-
-
 def test_many_readers_are_told_of_an_extension_some_at_a_time(stage, monkeypatch):
     monkeypatch.setattr(limits, "BATCH_BLOCKS", 4)
-    told = batches(monkeypatch, stage.actors.leases.claims._answers._behind)
+    told = sizes_of(stage.actors.leases.claims._answers._behind, monkeypatch)
     opened(stage)
     for number in range(5):
         stage.asked_by_peer(claim(number, consumer=f"c{number}"))
@@ -426,7 +420,7 @@ def test_a_reader_whose_claim_ends_before_its_turn_comes_is_not_told(stage, monk
 
 def test_claims_that_waited_for_one_offer_are_judged_some_at_a_time_those_that_leave_last(stage, monkeypatch):
     monkeypatch.setattr(limits, "BATCH_ITEMS", 2)
-    judged = batches(monkeypatch, stage.actors.leases.claims._judging)
+    judged = sizes_of(stage.actors.leases.claims._judging, monkeypatch)
     for number in range(5):
         stage.asked_by_peer(claim(number, consumer=f"c{number}"))
     stage.asked_by_peer(Release(0, finished=True))
@@ -455,7 +449,7 @@ def test_a_claim_that_is_released_before_it_is_judged_holds_nothing(stage, monke
 
 def test_offers_that_many_claim_end_a_few_at_a_time_with_their_workers_session(stage, monkeypatch):
     monkeypatch.setattr(limits, "BATCH_BLOCKS", 4 * limits.BLOCKS_PER_CLAIM)
-    ended = batches(monkeypatch, stage.actors.leases._offers._revoking)
+    ended = sizes_of(stage.actors.leases._offers._revoking, monkeypatch)
     for offer in range(3):
         stage.request(Offer(1, f"o{offer}", 0, (), 30.0, SECRET, grows=True))
         for number in range(2):

@@ -52,3 +52,26 @@ def test_items_that_have_to_do_with_many_blocks_come_few_at_a_time(owner, monkey
         batch.put(item)
     owner.loop.run_until(0)
     assert handled == [[4, 6], [1], [30], [2, 3]]
+
+
+def test_an_item_that_waits_is_handled_once_in_its_place(owner):
+    handled = []
+    batch = Batch(owner, handled.extend)
+    for item in (1, 2, 1):
+        batch.put(item)
+    owner.loop.run_until(0)
+    assert handled == [1, 2]
+    batch.put(1)
+    owner.loop.run_until(0)
+    assert handled == [1, 2, 1]
+
+
+def test_an_item_that_is_deferred_is_handled_behind_all_others_and_only_if_it_waits(owner):
+    handled = []
+    batch = Batch(owner, handled.extend)
+    for item in (1, 2, 3):
+        batch.put(item)
+    batch.defer(1)
+    batch.defer(4)
+    owner.loop.run_until(0)
+    assert handled == [2, 3, 1]

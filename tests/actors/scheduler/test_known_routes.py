@@ -14,7 +14,7 @@ from kvd.actors.scheduler.routes import is_long
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
-from kvd.protocol.peer import Claim, Grant, Settle
+from kvd.protocol.peer import Claim, Grant, Hello, Settle
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Cancelled, Failed, Pull
 from tests.actors.stage import Stage, ids, make_ticket, welcome_of
@@ -206,6 +206,26 @@ def test_what_waits_behind_a_route_is_not_made_once_its_pulls_have_ended(stage):
     assert len(stage.works) == 1
     make_route(stage)
     assert [claim.consumer for claim in stage.asks(Claim)] == ["p2"]
+    assert is_idle(stage)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_producer_that_restarts_without_the_pool_while_the_route_is_worked_out_is_waited_for(stage, cancelled):
+    pull_of(stage, 1, "p")
+    stage.peer_says(welcome_of())
+    if cancelled:
+        stage.request(Cancel(5, "p"))
+    stage.pongs(6)
+    for _ in range(4):
+        stage.peer_says(welcome_of(pools=("earlier",), incarnation=6))
+    hellos = len(stage.asks(Hello))
+    make_route(stage)
+    stage.run(0.6)
+    assert len(stage.asks(Hello)) == hellos + 1, "it looks again once, as one that has waited for no route"
+    stage.peer_says(welcome_of(incarnation=6))
+    make_route(stage)
+    stage.run(0.1)
+    assert len(stage.asks(Settle if cancelled else Claim)) == 1
     assert is_idle(stage)
 
 

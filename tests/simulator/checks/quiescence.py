@@ -8,6 +8,7 @@ from tests.simulator.traffic.workers import Worker
 from tests.simulator.virtual.fabric import parts_of
 from tests.simulator.virtual.fleet import CLAIM_WAIT, HEARTBEAT, PEER_IDLE, POOL_LINGER, TOMBSTONE, Daemon
 from tests.simulator.virtual.world import World
+from tests.support.blocks import offered
 
 _SETTLING = 6.5
 """Seconds after which all earlier requests have ended: the longest offer, the longest deadline with grace."""
@@ -131,7 +132,7 @@ def _check_blocks(world: World, daemon: Daemon) -> None:
         if busy:
             world.violate(Promise.QUARANTINE, f"{daemon.name}: {worker} has {busy} busy blocks, and no pull is open")
     for pool in scheduler._targets._pools.values():
-        if pool.blocks.offered or pool.blocks._named:
+        if offered(pool.blocks) or pool.blocks._named:
             world.violate(Promise.SOUND, f"{daemon.name}: blocks of {pool.name} are offered, and no offer stands")
     completion = daemon.actors.completion
     for name, log in completion._logs.items():
@@ -162,7 +163,7 @@ _KEPT = {
     "gateway._admission._sessions": "a number for each user: it is compared with what the gateway has",
     "gateway._admission._once._seen": "culprits that were logged; their number is bounded",
     "leases.claims._answers._once._seen": "the same",
-    "scheduler.transfers._once._seen": "the same",
+    "scheduler.transfers._refusals._once._seen": "the same",
     "handshake._introductions._specs": "those read last; their number is bounded",
     "PeerServer._told": "the pools that somebody was told of: those that are attached, at most",
     "PeerServer._welcomes": "one frame for all that may read the same pools",

@@ -24,18 +24,18 @@ def watch(world: World, daemons: list[Daemon], daemon: Daemon) -> None:
         lose(peer, event, reason, noted=noted)
 
     handshake._lose = watched  # type: ignore[method-assign]
-    claims = daemon.actors.leases.claims
-    overdue = claims._overdue
+    due = daemon.actors.leases.claims._due
+    expired = due._expired
 
     def later(key: ClaimKey) -> None:
         now = world.loop.now
         if any(end < now <= end + _WAY for _, end in world.standstills):
             # Its time ends as usual, and all the world has just stood still as the renewal was due: it is on its way.
-            claims._due.set(key, now + _WAY)
+            due.set(key, now + _WAY)
         else:
-            overdue(key)
+            expired(key)
 
-    claims._overdue = later  # type: ignore[method-assign]
+    due._expired = later
 
 
 def _check(world: World, daemons: list[Daemon], daemon: Daemon, peer: Peer) -> None:

@@ -1,0 +1,82 @@
+"""Producers that refuse claims, break leases, or are lost: what was asked of them fails."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import structlog
+
+from kvd import limits
+from kvd.actors.runtime.actor import Actor
+from kvd.actors.runtime.context import ActorContext
+from kvd.actors.runtime.deferred import Batch
+from kvd.actors.runtime.pace import WarnOnce
+from kvd.actors.scheduler.peer_requests import PeerRequests
+from kvd.actors.scheduler.transfer import OPEN, TELLING, Event, State, Transfer
+from kvd.errors import ErrorCode, KvdError
+
+_NOT_BELIEVED: Final = frozenset({ErrorCode.BAD_TICKET, ErrorCode.OFFER_GONE})
+
+
+class Refusals:
+    """Makes them events of transfers, by `step`: some at a time, if they are many. `transfers` are the open ones."""
+
+    def __init__(
+        self,
+        context: ActorContext,
+        scheduler: Actor,
+        requests: PeerRequests,
+        *,
+        transfers: Mapping[int, Transfer],
+        step: Callable[[Transfer, Event, KvdError | None], None],
+    ) -> None:
+        self._context = context
+        self._requests = requests
+        self._transfers = transfers
+        self._step = step
+        self._failing: Batch[tuple[Transfer, KvdError, bool]] = Batch(
+            scheduler, self._fail, lambda _each: limits.BLOCKS_PER_PULL
+        )
+        """What fails of those that are many at once, why, and whether its producer is lost."""
+        self._once = WarnOnce(structlog.get_logger("kvd.scheduler"), "kvd_tickets_refused_total")
+
+    def refused(self, transfer: Transfer, error: KvdError) -> None:
+        """A producer refuses the claim of an open transfer, or holds its lease no more."""
+        self._requests.answered(transfer)
+        if transfer.state is State.CLAIMING and error.code in _NOT_BELIEVED:
+            self._ticket_refused(transfer, error)
+        if transfer.state is State.HOLDING and error.code is ErrorCode.LEASE_BROKEN:
+            self._step(transfer, Event.STOP, None)  # its reader has finished; other ranks' leases are held on
+        else:
+            self._step(transfer, Event.REFUSED, error)
+
+    def _ticket_refused(self, transfer: Transfer, error: KvdError) -> None:
+        """Counts a ticket that the producer does not know (any more): who makes tickets up shows in this."""
+        rank, worker = transfer.rank, transfer.pull.key[0]
+        self._context.metrics.tickets_refused.labels(error.code).inc()
+        self._once.warn(
+            "ticket refused",
+            worker,
+            worker=worker,
+            producer=rank.daemon,
+            pool=rank.pool,
+            code=error.code,
+            text=error.text,
+        )
+
+    def broken(self, transfer: Transfer, error: KvdError) -> None:
+        """A producer holds the lease no more, perhaps with many others."""
+        self._failing.put((transfer, error, False))
+
+    def lose(self, address: str, error: KvdError) -> None:
+        """What was asked of this peer is lost."""
+        for transfer in self._transfers.values():
+            if transfer.address == address:
+                self._failing.put((transfer, error, True))
+
+    def _fail(self, failing: list[tuple[Transfer, KvdError, bool]]) -> None:
+        for transfer, error, lost in failing:
+            if transfer.number not in self._transfers:
+                continue  # it has ended meanwhile
+            if lost and transfer.state not in OPEN | TELLING:
+                self._requests.release(transfer)  # messages may still pass where the transport does not
+            self.refused(transfer, error)

@@ -1,0 +1,120 @@
+"""Many pulls at one moment go on, or end, some at a time: everybody else's requests are served in between."""
+
+import pytest
+
+from kvd import limits
+from kvd.actors.runtime.actor import call
+from kvd.protocol.peer import Broken, Claim, Grant
+from kvd.protocol.worker import Cancel
+from tests.actors.batches import sizes_of
+from tests.actors.stage import welcome_of
+
+PULLS = 5
+TWO_AT_A_TIME = [2, 2, 1]
+
+
+@pytest.fixture
+def stage(stage, monkeypatch):
+    monkeypatch.setattr(limits, "BATCH_BLOCKS", 2 * limits.BLOCKS_PER_PULL)
+    return stage
+
+
+def pull_all(stage):
+    for number in range(PULLS):
+        stage.pull(f"p{number}", blocks=(), timeout=60.0)
+
+
+def read_all(stage):
+    pull_all(stage)
+    stage.peer_says(welcome_of())
+    for number in range(1, PULLS + 1):
+        stage.peer_says(Grant(number, 7, 1, 5))
+
+
+def codes(stage):
+    return [(item.request, item.code) for item in stage.notified]
+
+
+def test_pulls_that_waited_for_one_producer_are_claimed_some_at_a_time(stage, monkeypatch):
+    sizes = sizes_of(stage.actors.scheduler._unrouted._ready, monkeypatch)
+    pull_all(stage)
+    stage.peer_says(welcome_of())
+    assert sizes == TWO_AT_A_TIME
+    assert [claim.consumer for claim in stage.asks(Claim)] == [f"p{number}" for number in range(PULLS)]
+
+
+def test_pulls_of_many_blocks_that_waited_for_one_producer_are_claimed_fewer_at_a_time(stage, monkeypatch):
+    sizes = sizes_of(stage.actors.scheduler._unrouted._ready, monkeypatch)
+    monkeypatch.setattr(limits, "BATCH_BLOCKS", 2 * limits.BLOCKS_PER_PULL + 1)
+    for number in range(3):
+        stage.pull(f"p{number}", blocks=(number,))
+    stage.peer_says(welcome_of())
+    assert sizes == [1, 1, 1]
+
+
+def test_pulls_that_waited_for_one_route_are_claimed_some_at_a_time(stage, monkeypatch):
+    works = []
+    stage.actors.scheduler._producers._routes._background = lambda work, done: works.append((work, done))
+    monkeypatch.setattr(limits, "MAX_ROUTED_AT_ONCE", 0)
+    pull_all(stage)
+    stage.peer_says(welcome_of())
+    sizes = sizes_of(stage.actors.scheduler._unrouted._ready, monkeypatch)
+    [(work, done)] = works
+    done(work())
+    stage.run()
+    assert sizes == TWO_AT_A_TIME
+    assert len(stage.asks(Claim)) == PULLS
+
+
+def test_a_pull_that_ends_before_its_turn_comes_is_not_claimed_and_one_that_leaves_says_so(stage, monkeypatch):
+    ready = stage.actors.scheduler._unrouted._ready
+    pull_all(stage)
+    go_on, scheduler = ready._handle, stage.actors.scheduler
+
+    def go_on_and_cancel(pulls):
+        go_on(pulls)
+        for number in (2, 3):
+            if ("w", f"p{number}") in scheduler._pulls:
+                scheduler.cancel("w", Cancel(9, f"p{number}"))
+
+    monkeypatch.setattr(ready, "_handle", go_on_and_cancel)
+    stage.peer_says(welcome_of())
+    stage.run(0.1)
+    assert [claim.consumer for claim in stage.asks(Claim)] == ["p0", "p1", "p4"]
+    assert [type(item).__name__ for item in stage.notified] == ["Cancelled"] * 2
+
+
+def test_grants_of_a_pool_that_was_registered_anew_are_used_some_at_a_time(stage, monkeypatch):
+    pull_all(stage)
+    stage.peer_says(welcome_of())
+    for number in range(1, PULLS + 1):
+        stage.peer_says(Grant(number, 7, 2, 5))
+    sizes = sizes_of(stage.actors.scheduler._unrouted._ready, monkeypatch)
+    stage.peer_says(welcome_of(epoch=2))
+    assert sizes == TWO_AT_A_TIME
+
+
+def test_leases_that_break_together_end_their_pulls_some_at_a_time(stage, monkeypatch):
+    read_all(stage)
+    sizes = sizes_of(stage.actors.scheduler.transfers._refusals._failing, monkeypatch)
+    stage.peer_says(Broken(tuple(range(1, PULLS + 1)), "lease_broken", "the offer has ended (expired)"))
+    assert sizes == TWO_AT_A_TIME
+    assert codes(stage) == [(f"p{number}", "lease_broken") for number in range(PULLS)]
+
+
+def test_the_loss_of_a_producer_ends_its_pulls_some_at_a_time(stage, monkeypatch):
+    read_all(stage)
+    sizes = sizes_of(stage.actors.scheduler.transfers._refusals._failing, monkeypatch)
+    call(stage.actors.scheduler.peer_down, "tcp://peer:1", "silent")
+    stage.run()
+    assert sizes == TWO_AT_A_TIME
+    assert codes(stage) == [(f"p{number}", "peer_lost") for number in range(PULLS)]
+
+
+def test_a_pool_that_is_given_back_ends_its_pulls_some_at_a_time(stage, monkeypatch):
+    pull_all(stage)
+    sizes = sizes_of(stage.actors.scheduler._ending, monkeypatch)
+    call(stage.actors.pools.renew, "w")
+    stage.run()
+    assert sizes == TWO_AT_A_TIME
+    assert codes(stage) == [(f"p{number}", "pool_busy") for number in range(PULLS)]
