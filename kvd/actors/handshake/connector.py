@@ -53,29 +53,21 @@ class Connector:
         self._listener = listener
         self._opened = opened
         self._met = met
-        self._wanted: set[_Wanted] = set()
-        """Those in the batch."""
-        self._batch: Batch[_Wanted] = Batch(actor, self._connect, lambda _: limits.BATCH_BLOCKS // _AT_ONCE)
+        self._wanted: Batch[_Wanted] = Batch(actor, self._connect, lambda _: limits.BATCH_BLOCKS // _AT_ONCE)
 
     def need(self, address: str, worker: str) -> None:
         """Connects to the daemon that a pull of `worker` needs; the listener's `down` follows if that cannot be."""
-        self._put(_Wanted(address, worker, at_once=True))
+        self._wanted.put(_Wanted(address, worker, at_once=True))
 
     def expect(self, addresses: frozenset[str]) -> None:
         """Connects to these daemons, and those of the last list may be forgotten. Logs those that it cannot meet."""
         for address in sorted(addresses - self.expected):
-            self._put(_Wanted(address, "", at_once=False))
+            self._wanted.put(_Wanted(address, "", at_once=False))
         for address in (self.expected - addresses) & self._peers.by_address.keys():
             self._peers.by_address[address].needed = self._context.loop.time()
         self.expected = addresses
 
-    def _put(self, wanted: _Wanted) -> None:
-        if wanted not in self._wanted:
-            self._wanted.add(wanted)
-            self._batch.put(wanted)
-
     def _connect(self, some: list[_Wanted]) -> None:
-        self._wanted.difference_update(some)
         for wanted in some:
             try:
                 peer = self._peers.by_address.get(wanted.address) or self._open(wanted)

@@ -96,7 +96,7 @@ def test_processes_do_not_outlive_a_demo_that_is_killed(tmp_path, talker):
 def test_who_waits_until_a_process_is_ready_hears_also_that_it_ended_or_took_too_long(tmp_path, talker, monkeypatch):
     with Processes(tmp_path) as processes:
         ended = processes.start("ended", "runpy", str(tmp_path / "missing.py"))
-        with pytest.raises(ProcessEndedError, match="missing.py"):
+        with pytest.raises(ProcessEndedError, match=r"missing\.py"):
             ended.wait_until(lambda: False)
         slow = processes.start("slow", talker("signal.SIG_DFL"), piped=True)
         assert slow.wait_until(lambda: slow.source in select.select([slow.source], [], [], 0)[0])
