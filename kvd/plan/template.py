@@ -172,7 +172,7 @@ def _side(group: Group, unit: int, view: View) -> Side:
 
 
 def _offsets(view: View, dim: Dim) -> Ints:
-    """Like `View.offsets`, int64 [size]."""
+    """Byte offset of each coordinate of `dim`, with the others 0, int64 [size]; `[0]` if the view lacks it."""
     offsets = np.zeros(1, dtype=np.int64)
     for axis in view.axes:
         if axis.dim == dim:
