@@ -17,6 +17,7 @@ from kvd.bench import report
 from kvd.layout import CacheSpec, Full, Group, Shard
 from kvd.layout.presets import LAYOUTS, Attention, Placement
 from kvd.plan import Descriptors, Planner, Span, route
+from tests.simulator.virtual.cache import offsets
 
 NixlPrepare: TypeAlias = Callable[[Descriptors, int], None]
 """Prepares the same list with NIXL (prep_xfer_dlist on both sides, then make_prepped_xfer) between two registered
@@ -117,8 +118,8 @@ def _enumerate(spec: CacheSpec, source: Sequence[int], destination: Sequence[int
     stride, length = view.block_stride, _BLOCK_TOKENS * _HEAD_BYTES
     return [
         (layer + half + ours * stride, layer + half + theirs * stride, length)
-        for layer in view.offsets("layer")
-        for half in view.offsets("kv")
+        for layer in offsets(view, "layer")
+        for half in offsets(view, "kv")
         for ours, theirs in zip(source, destination, strict=True)
     ]
 

@@ -146,8 +146,8 @@ MAX_ROUTE_STEPS: Final = 1 << 15
 loop works out who reads from whom once for each peer, in a few microseconds each if every rank holds the same heads."""
 
 MAX_ROUTED_AT_ONCE: Final = 1 << 13
-"""Parts of a block (each head and token of each layer, on both sides) up to which the event loop works out a route, in
-some ms. Longer ones are left to a thread: 80 layers of 8 heads and 16 tokens have 10,240 for each of K and V."""
+"""Parts of a block (each head and token of each layer, on both sides) and ranks of a route that the event loop works
+out, in some ms. Longer ones go to a thread: 80 layers of 8 heads and 16 tokens have 10,240 for each of K and V."""
 
 MAX_ROUTED_RANKS: Final = 16_384
 """Producer ranks in the routes that are kept: tickets may name ranks in any order, and pools come and go while their

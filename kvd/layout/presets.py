@@ -157,7 +157,6 @@ class Recurrent:
     ssm_head_bytes: int
     channel_bytes: int = 2
     conv_order: str = "tap head"
-    ssm_dtype: str | None = None
 
     def views(self, place: Placement) -> tuple[View, ...]:
         """One view a section, and one of the SSM state, all in the same pages."""
@@ -171,7 +170,7 @@ class Recurrent:
         firsts = itertools.accumulate(channels, initial=0)
         sections = (_cut(conv, section, *cut) for section, *cut in zip(self.sections, firsts, channels, strict=False))
         ssm_place = replace(conv_place, offset=place.offset + conv_bytes)
-        ssm = ssm_place.view("ssm", "head byte", ssm_sizes, heads=self.ssm_heads, dtype=self.ssm_dtype)
+        ssm = ssm_place.view("ssm", "head byte", ssm_sizes, heads=self.ssm_heads)
         return (*sections, ssm)
 
 

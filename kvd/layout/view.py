@@ -58,14 +58,6 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
                 product *= axis.size
         return product
 
-    def offsets(self, dim: Dim) -> list[int]:
-        """Byte offset of each coordinate of `dim`, with the others 0; `[0]` if the view lacks it."""
-        offsets = [0]
-        for axis in self.axes:
-            if axis.dim == dim:
-                offsets = [base + i * axis.stride for base in offsets for i in range(axis.size)]
-        return offsets
-
     @property
     def block_stride(self) -> int:
         """Bytes from a block to the one with the next id."""

@@ -19,7 +19,7 @@ from kvd.plan.arrays import Copy, Ints, join
 from kvd.plan.route import Part
 
 _OUTER: tuple[Dim, ...] = ("kv", "tap", "channel")
-_MOST_PAIRS = 1 << 20  # ends and starts that may meet: 20 ms to look through
+_MOST_PAIRS = 1 << 16  # ends and starts that may meet: some ms to look through
 _MOST_WRAPS = 32  # each plan looks for each; sorting the plan is cheaper than looking for more
 
 
@@ -172,7 +172,7 @@ def _side(group: Group, unit: int, view: View) -> Side:
 
 
 def _offsets(view: View, dim: Dim) -> Ints:
-    """Like `View.offsets`, int64 [size]."""
+    """Byte offset of each coordinate of `dim`, with the others 0, int64 [size]; `[0]` if the view lacks it."""
     offsets = np.zeros(1, dtype=np.int64)
     for axis in view.axes:
         if axis.dim == dim:
@@ -266,19 +266,17 @@ def _wraps(sides: tuple[Side, Side], src: Ints, dst: Ints, length: Ints) -> tupl
     ended, started = labels[: len(src)], labels[len(src) :]
     order = np.argsort(started)
     low = np.searchsorted(started[order], ended)
-    high = np.searchsorted(started[order], ended, side="right")
-    if int((high - low).sum()) > _MOST_PAIRS:
+    counts = np.searchsorted(started[order], ended, side="right") - low
+    pairs = int(counts.sum())
+    if pairs > _MOST_PAIRS:
         return None
-    found: set[tuple[int, int]] = set()
-    candidates = np.flatnonzero(low < high)
-    for nudge in range(int((high - low).max())):
-        candidates = candidates[low[candidates] + nudge < high[candidates]]
-        others = order[low[candidates] + nudge]
-        between = [at[candidates] + length[candidates] - at[others] for at in (src, dst)]
-        possible = candidates != others
-        for side, distance in zip(sides, between, strict=True):
-            possible &= (distance != 0) & (np.abs(distance) <= side.reach)
-        found.update(zip(*(distance[possible].tolist() for distance in between), strict=True))
+    ends = np.repeat(np.arange(len(src)), counts)
+    starts = order[np.arange(pairs) + np.repeat(low + counts - np.cumsum(counts), counts)]
+    between = [at[ends] + length[ends] - at[starts] for at in (src, dst)]
+    possible = ends != starts
+    for side, distance in zip(sides, between, strict=True):
+        possible &= (distance != 0) & (np.abs(distance) <= side.reach)
+    found = set(zip(*(distance[possible].tolist() for distance in between), strict=True))
     return tuple(sorted(found)) if len(found) <= _MOST_WRAPS else None
 
 

@@ -69,15 +69,16 @@ class Pairing:
         held = [group.held_tokens(shard) for group, shard in zip((source, destination), shards, strict=True)]
         self._unit = unit = min(held)
         """Tokens of a unit."""
-        self._dealt = [(shard.cp_size, shard.cp_rank) for shard in shards if shard.cp_size > 1]
-        """Units of which each side holds one in so many, from the one with this number on; a block is then one unit."""
+        self._ranks, self._rank = max((shard.cp_size, shard.cp_rank) for shard in shards)
+        """Both sides hold one unit in so many, from the one with this number on: the side that deals its tokens out
+        among more ranks decides, as the other one's number divides that (`check_compatible`)."""
         self._source_units = 1 if self._is_state else source.block_tokens // unit
         self._destination_units = 1 if self._is_state else destination.block_tokens // unit
 
     @property
     def units_per_block(self) -> int:
         """The units of a destination block that lie on this rank."""
-        return 1 if self._dealt else self._destination_units
+        return 1 if self._ranks > 1 else self._destination_units
 
     def units(self, span: Span, tokens: int | None, section: Section = WHOLE) -> Units:
         """The units of `span` in `section`, on both sides.
@@ -93,16 +94,14 @@ class Pairing:
             return _NONE
         source_units, destination_units = self._source_units, self._destination_units
         source_first, destination_first = span.source_first, span.destination_first
-        if source_units == destination_units and not self._dealt:
+        if source_units == destination_units and self._ranks == 1:
             source_ids = np.asarray(span.source_ids)[low - source_first : high - source_first]
             destination_ids = np.asarray(span.destination_ids)[low - destination_first : high - destination_first]
             return Units(source_ids.astype(np.int64), None, destination_ids.astype(np.int64), None)
-        positions = np.arange(low, high)
-        for ranks, rank in self._dealt:
-            positions = positions[positions % ranks == rank]
+        positions = np.arange(self._first(low), high, self._ranks)
         source_ids, source_phase = _unit_of_block(positions, source_units, source_first, span.source_ids)
         ids, phase = _unit_of_block(positions, destination_units, destination_first, span.destination_ids)
-        if self._dealt:
+        if self._ranks > 1:  # of a block one unit lies on a rank
             source_phase = phase = None
         return Units(source_ids, source_phase, ids, phase)
 
@@ -112,16 +111,19 @@ class Pairing:
             return []
         span, low, high = self._section(span, tokens, section)
         found = []
-        for unit in range(low, high):
+        for unit in range(self._first(low), high, self._ranks):
             source, source_phase = divmod(unit, self._source_units)
             destination, destination_phase = divmod(unit, self._destination_units)
+            if self._ranks > 1:
+                source_phase = destination_phase = 0
             source_id = int(span.source_ids[source - span.source_first])
             destination_id = int(span.destination_ids[destination - span.destination_first])
-            if not self._dealt:
-                found.append((source_id, source_phase, destination_id, destination_phase))
-            elif all(unit % ranks == rank for ranks, rank in self._dealt):
-                found.append((source_id, 0, destination_id, 0))
+            found.append((source_id, source_phase, destination_id, destination_phase))
         return found
+
+    def _first(self, low: int) -> int:
+        """The first unit from `low` on that lies on these ranks."""
+        return low + (self._rank - low) % self._ranks
 
     def _section(self, span: Span, tokens: int | None, section: Section) -> tuple[Span, int, int]:
         """The span to move, and its first and last + 1 position in `section`, counted in units."""

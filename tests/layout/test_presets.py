@@ -133,4 +133,3 @@ def test_k_outside_blocks_cannot_overlay_the_pages_of_a_state() -> None:
 def test_a_view_without_a_dimension_has_one_coordinate_of_it() -> None:
     view = View(component="kv", offset=0, axes=strided("block byte", {"block": 2, "byte": 3}), layers=(0,))
     assert view.size("head") == 1
-    assert view.offsets("head") == [0]

@@ -3,14 +3,17 @@
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from kvd.layout import Full
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import Attention, Latent
-from kvd.plan import route
+from kvd.plan import Planner, Span, route
 from kvd.plan.explain import explain
+from kvd.plan.planner import FEW
 from tests.plan.layout_buffers import engine, model, move
+from tests.support.steps import steps
 
 RUN, LAYERS = 4, 3
 MLA = model(LayerKind(Full(), tuple(range(LAYERS)), (Latent(6),)))
@@ -92,3 +95,13 @@ def test_an_explanation_counts_what_a_rank_gets() -> None:
     figures = [explain(sources, destination, 64) for destination in destinations]
     assert [figure.bytes for figure in figures] == [64 // 2 * LAYERS * 6] * 2
     assert [figure.sources for figure in figures] == [(0, 2), (1, 3)]
+
+
+def test_a_small_plan_takes_no_steps_for_the_tokens_of_other_ranks() -> None:
+    ranks, blocks = 1024, FEW // LAYERS
+    (source,), destinations = engines(MLA, (1, 1), (ranks, ranks))
+    destination = destinations[5]
+    planner = Planner(source, destination, route([source], destination).shares[0])
+    theirs, ours = np.arange(blocks * ranks, dtype=np.uint32), np.arange(blocks, dtype=np.uint32)
+    assert planner.plan([Span(0, theirs, 0, ours)]).bytes == blocks * destination.groups[0].block_bytes
+    assert steps(lambda: planner.plan([Span(0, theirs, 0, ours)])) < blocks * ranks / 10

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from kvd.errors import BadRequest, ErrorCode
-from kvd.layout import Full
+from kvd.layout import Axis, CacheSpec, Full, Group, Shard, View
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import LAYOUTS, Attention
 from kvd.limits import MAX_BLOCK_DESCRIPTORS
 from kvd.plan import Descriptors, Planner, Span, check_ids, route
 from tests.plan.layout_buffers import engine, model
+from tests.support.steps import steps
 
 HEADS, HEAD, LAYERS, BLOCK = 8, 4, 3, 4
 MODEL = model(LayerKind(Full(), tuple(range(LAYERS)), (Attention(HEADS, HEAD),)))
@@ -138,6 +139,22 @@ def test_neighbours_are_joined_where_there_are_too_many_ways_to_foresee(monkeypa
     joined = planner_between([ours], theirs).plan([blocks])
     assert foreseen.count == joined.count < 2 * LAYERS * HEADS * len(blocks.destination_ids)
     assert sorted(foreseen.src.tolist()) == sorted(joined.src.tolist())
+
+
+def test_a_planner_takes_no_step_for_each_run_that_another_may_continue_in() -> None:
+    """Tokens of 1,024 bytes apart, and of blocks that step by one byte: an end may meet a start of any other run."""
+    runs, blocks = 1024, 2
+
+    def spec(block_tokens: int, *axes: Axis) -> CacheSpec:
+        view = View(component="kv", offset=0, axes=(Axis("layer", 1, 0), *axes, Axis("byte", 1, 1)), layers=(0,))
+        group = Group(window=Full(), block_tokens=block_tokens, num_blocks=blocks, views=(view,))
+        return CacheSpec(dtype="uint8", pool_bytes=view.end, groups=(group,), shard=Shard(stages=((0, 1),)))
+
+    odd = spec(2, Axis("block", blocks, 6 * runs + 1), Axis("token", 2, 3 * runs), Axis("channel", runs, 3))
+    even = spec(1, Axis("channel", runs, blocks), Axis("block", blocks, 1), Axis("token", 1, 1))
+    planner = planner_between([odd], even)
+    assert planner.of_a_block == runs
+    assert steps(lambda: planner_between([odd], even)) < 5 * runs
 
 
 @pytest.mark.parametrize("repeats", [1, 1000])

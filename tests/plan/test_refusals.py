@@ -18,9 +18,15 @@ def spec(heads=8, head_bytes=16, *, window=None, layers=(0, 1), block=16, dtype=
     return engine(Model("test", (kind,), dtype), "packed-hnd", block=block, **options)[0]
 
 
-def recurrent(taps=3, width=4, ssm_dtype=None):
-    cache = Recurrent((Section("x", 8, width),), taps, ssm_heads=8, ssm_head_bytes=8, ssm_dtype=ssm_dtype)
+def recurrent(taps=3, width=4):
+    cache = Recurrent((Section("x", 8, width),), taps, ssm_heads=8, ssm_head_bytes=8)
     return engine(model(LayerKind(State(), (0, 1), (cache,))), "packed-hnd")[0]
+
+
+def ssm_in_float32(spec):
+    (group,) = spec.groups
+    views = tuple(replace(view, dtype="float32") if view.component == "ssm" else view for view in group.views)
+    return replace(spec, groups=(replace(group, views=views),))
 
 
 def two_groups(first, second):
@@ -48,7 +54,7 @@ REFUSED = {
     "dtype": (spec(), spec(dtype="fp8"), "groups[0].kv.dtype: source has bfloat16, destination has fp8"),
     "dtype of one component": (
         recurrent(),
-        recurrent(ssm_dtype="float32"),
+        ssm_in_float32(recurrent()),
         "groups[0].ssm.dtype: source has bfloat16, destination has float32",
     ),
     "head size": (spec(), spec(head_bytes=32), "(head size): source has 16, destination has 32"),

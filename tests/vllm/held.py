@@ -24,6 +24,11 @@ async def held(pair: KvdPair) -> list[str]:
     return found
 
 
+async def claimed(pair: KvdPair) -> bool:
+    """Whether a decode server holds an offer, or reads it."""
+    return (await scrape(pair.daemons["prefill"])).total("kvd_claims_active") > 0
+
+
 async def nothing_is_held(pair: KvdPair) -> None:
     """Returns when nothing is, after every time to live at the latest; TimeoutError, with what still is."""
     found: list[str] = []

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.patience import PATIENCE
-from tests.vllm.held import nothing_is_held
+from tests.vllm.held import claimed, nothing_is_held
 from tests.vllm.same_tokens import assert_same
 from tests.vllm.shared import Shared
 from tests.vllm.testbed.catalog import make_prompt
@@ -57,10 +57,6 @@ async def alone(pair: KvdPair, prompt: list[int]) -> Completion:
 async def ended(pair: KvdPair, reason: str) -> float:
     """Offers of the prefill side that have ended: `read` by all their consumers, or `expired`."""
     return (await scrape(pair.daemons["prefill"])).total("kvd_offers_total", reason=reason)
-
-
-async def claimed(pair: KvdPair) -> bool:
-    return (await scrape(pair.daemons["prefill"])).total("kvd_claims_active") > 0
 
 
 @asynccontextmanager

@@ -39,16 +39,18 @@ Sources = tuple[Source, ...]
 
 
 def is_long(pools: Iterable[PeerPool | Pool]) -> bool:
-    """Whether a route takes longer to work out than the loop should: each part of a block counts.
+    """Whether a route takes longer to work out than the loop should: each part of a block counts, and each rank.
 
     `pools` are those of both sides: each that it is from, and with each the one that it leads to.
     """
+    specs = [pool.spec for pool in pools]
+    ranks = max(spec.shard.ranks for spec in specs)  # those that read a view's heads are counted one by one
     steps = 0
-    for pool in pools:
-        for group in pool.spec.groups:
+    for spec in specs:
+        for group in spec.groups:
             steps += _STEPS
             for view in group.views:
-                steps += _STEPS + len(view.layers) * math.prod(map(view.size, _ENUMERATED))
+                steps += _STEPS + ranks + len(view.layers) * math.prod(map(view.size, _ENUMERATED))
                 if steps > limits.MAX_ROUTED_AT_ONCE:
                     return True
     return steps > limits.MAX_ROUTED_AT_ONCE

@@ -62,6 +62,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 adapter_paths=not settings.model,
                 alone=parallel.prefill_context_parallel_size == 1
                 and (parallel.data_parallel_size == 1 or parallel.data_parallel_external_lb),
+                grows=not has_replicas(vllm_config),
                 turns=TurnPolicy(
                     ttl=settings.turn_ttl,
                     share=settings.turn_share,

@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvd.client import Blocks
-from kvd.client.events import spans
 from kvd.engines.vllm import transfer_params
+from kvd.engines.vllm.answers import Answers
 from kvd.engines.vllm.block_manager import BlockManager
 from kvd.engines.vllm.growing import params as growing_params
 from kvd.engines.vllm.growing.scheduler import GrowingOffers
@@ -34,7 +34,6 @@ from kvd.engines.vllm.turns.scheduler import TurnPolicy, Turns, is_complete
 from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.layout import Full, State, Window
 from kvd.limits import MAX_REQUEST_ID_BYTES, SECRET_BYTES
-from kvd.protocol.ticket import Ticket, TicketRank
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,8 @@ class SchedulerSide:
 
     `lookahead` is how many tokens of the prompt a drafter reads beyond those that are computed. `adapter_paths` says
     whether LoRA adapters have the same paths on both sides, `alone` whether requests to this engine's address all come
-    to this one, and all its workers have daemons: routers are told of them then.
+    to this one, and all its workers have daemons: routers are told of them then. `grows` says whether blocks may be
+    offered while a prefill goes on: not where workers have copies of others' caches (`kvd.engines.vllm.replica`).
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class SchedulerSide:
         *,
         adapter_paths: bool = True,
         alone: bool = True,
+        grows: bool = True,
         turns: TurnPolicy | None = None,
     ) -> None:
         self._groups = tuple(groups)
         self._growing = GrowingOffers(self._groups)
-        self._alone = alone
+        self._grows = grows
         self._has_states = any(isinstance(window, State) for window, _ in self._groups)
-        self._ranks = ranks
         self._prompts = Prompts(self._groups, lookahead)
         self._adapter_paths = adapter_paths
-        self._endpoints: dict[int, RankEndpoint] = {}
+        self._answers = Answers(ranks, alone=alone)
         self._unsent: dict[int, bool] = {}
         self._params: dict[str, TransferParams] = {}
         """By request, until its ticket is used."""
@@ -79,8 +79,6 @@ class SchedulerSide:
         """The pull that a request waits for."""
         self._tickets = Tickets()
         self._metadata = StepMetadata()
-        self._fresh: list[tuple[dict[str, Any], OfferOrder | None]] = []
-        """This step's answers, which vLLM has not sent yet, and the offers that their tickets are for."""
         whole = not all(isinstance(window, Full) for window, _ in self._groups)
         self.turns = Turns(turns or TurnPolicy(), ranks, self._manager, whole=whole)
         self._nonce = os.urandom(4).hex()
@@ -105,7 +103,7 @@ class SchedulerSide:
         left_out = self._prompts.left_out(tokens)
         chosen = None
         try:
-            if growing_params.is_growing(params):
+            if self._grows and growing_params.is_growing(params):
                 consumers = transfer_params.consumers(params)
                 chosen = growing_params.chosen(params, self._prompt(request), self._prompts.taken(tokens))
         except BadRequest as error:
@@ -205,14 +203,12 @@ class SchedulerSide:
         if order is None:
             return None
         if chosen is not None:
-            params, ticketed = growing_params.write(chosen, order.consumers), None
+            params = growing_params.write(chosen, order.consumers)
         else:
             self._metadata.offers.append(order)
-            asked, prompt = request.kv_transfer_params, self._prompt(request)
-            params = transfer_params.write(self._ticket(order), order.tokens, prompt, order.consumers, asked=asked)
-            ticketed = order
-        self._fresh.append((params, ticketed))
-        self._name_producer(params)
+            asked, prompt, ticket = request.kv_transfer_params, self._prompt(request), self._answers.ticket(order)
+            params = transfer_params.write(ticket, order.tokens, prompt, order.consumers, asked=asked)
+        self._answers.add(params, order)
         return params
 
     def _order(self, request: Any, block_ids: Sequence[Sequence[int]]) -> OfferOrder | None:
@@ -233,8 +229,7 @@ class SchedulerSide:
 
     def scheduled(self, output: Any) -> None:
         """VLLM has scheduled a step, whose metadata is taken next."""
-        loading = [request for request in self._loading if not self._loads.is_failing(request)]
-        self._growing.scheduled(output, loading)
+        self._growing.scheduled(output, self._is_loading)
 
     def answered(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """A request has ended whose blocks vLLM does not keep; they may be kept here for the conversation's next turn.
@@ -252,22 +247,22 @@ class SchedulerSide:
             return None
         order = self._new_order(request, tokens, held, turn_ttl=self.turns.ttl)
         self._metadata.offers.append(order)
-        params, in_answer = self.turns.keep(request, order, self._ticket(order), self._prompt(request), blocks)
-        self._fresh.append((params, order))
+        ticket = self._answers.ticket(order)
+        params, in_answer = self.turns.keep(request, order, ticket, self._prompt(request), blocks)
+        self._answers.add(params, order)
         return params if in_answer else None
 
     def take_metadata(self) -> StepMetadata:
         """What the workers are to do in the next step."""
-        self._fresh.clear()
+        self._answers.are_sent()
         self.turns.kept.relieve()
         self._metadata.withdrawals = self.turns.kept.take_withdrawals()
-        for request in list(self._queued):
+        for request in list(filter(self._is_to_hold, self._queued)):
+            self._queued.remove(request)
             offered = self._params[request]
-            if not self._tickets.is_pulled(offered):
-                self._queued.remove(request)
-                if not self._tickets.is_over(offered):
-                    self._holds[request] = hold = self._name(request)
-                    self._metadata.holds.append(HoldOrder(request, hold, offered.ticket))
+            if not self._tickets.is_over(offered):
+                self._holds[request] = hold = self._name(request)
+                self._metadata.holds.append(HoldOrder(request, hold, offered.ticket))
         metadata, self._metadata = self._metadata, StepMetadata()
         metadata.growing = self._growing.take_orders()
         return metadata
@@ -288,15 +283,8 @@ class SchedulerSide:
             self.turns.received(request, failed=request in gone)
 
     def set_endpoints(self, endpoints: dict[int, RankEndpoint]) -> None:
-        """The daemons of these ranks became known or changed; tickets that are not sent yet name the new ones.
-
-        vLLM calls this after it finished the step's requests and before it sends their outputs.
-        """
-        self._endpoints.update(endpoints)
-        for params, order in self._fresh:
-            if order is not None:
-                transfer_params.put_ticket(params, self._ticket(order))
-            self._name_producer(params)
+        """The daemons of these ranks became known or changed."""
+        self._answers.set_endpoints(endpoints)
 
     def set_unsent(self, unsent: dict[int, bool]) -> None:
         """Whether the workers of these ranks have orders that they could not send yet."""
@@ -304,20 +292,27 @@ class SchedulerSide:
 
     @property
     def unsent(self) -> bool:
-        """Whether a worker has such orders, or blocks are given up that it has not let go of."""
-        return any(self._unsent.values()) or self.turns.kept.freeing
+        """Whether a worker has such orders, or blocks are given up that it has not let go of.
+
+        Or whether workers are to be told of a request: while it is paused, vLLM makes no step for it.
+        """
+        untold = self._growing.has_orders or any(map(self._is_to_hold, self._queued))
+        return untold or any(self._unsent.values()) or self.turns.kept.freeing
 
     # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _name_producer(self, params: dict[str, Any]) -> None:
-        """Says in an answer where this engine's daemons are."""
-        if self._alone or growing_params.is_growing(params):
-            params["kvd_producer"] = growing_params.producer(self._ranks_endpoints())
 
     def _offered(self, request: Any, offered: TransferParams) -> None:
         self._params[request.request_id] = offered
         if offered.ticket and not offered.refused:
             self._queued.add(request.request_id)
+
+    def _is_to_hold(self, request: str) -> bool:
+        """Whether a request that queues waits for no other one's pull: its offer is to be held."""
+        return not self._tickets.is_pulled(self._params[request])
+
+    def _is_loading(self, request: str) -> bool:
+        """Whether it waits for a pull of its own, which has not failed."""
+        return request in self._loading and not self._loads.is_failing(request)
 
     def _prompt(self, request: Any) -> Prompt:
         return Prompt.of(request, adapter_paths=self._adapter_paths)
@@ -347,19 +342,6 @@ class SchedulerSide:
     ) -> OfferOrder:
         name, secret = self._name(request.request_id), secrets.token_bytes(SECRET_BYTES)
         return OfferOrder(request.request_id, name, tokens, held, secret, consumers, turn_ttl)
-
-    def _ticket(self, order: OfferOrder) -> str:
-        ranks = tuple(
-            TicketRank(rank.daemon, rank.address, rank.incarnation, rank.pool, order.offer, 0, order.secret)
-            for rank in self._ranks_endpoints()
-        )
-        return Ticket(order.tokens, ranks, (spans(order.blocks),)).encode()
-
-    def _ranks_endpoints(self) -> list[RankEndpoint]:
-        if len(self._endpoints) != self._ranks:
-            text = f"only ranks {sorted(self._endpoints)} of {self._ranks} said where their daemon is"
-            raise refusal(ErrorCode.INTERNAL, text)
-        return [endpoint for _, endpoint in sorted(self._endpoints.items())]
 
     def _name(self, request: str) -> str:
         """A name for an offer or pull, unique over runs of the engine."""

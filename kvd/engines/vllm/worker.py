@@ -18,16 +18,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from kvd.client import (
-    Cancelled,
-    Done,
-    Failed,
-    Freed,
-    NotExtended,
-    Offered,
-    OfferRefused,
-    Released,
-)
+from kvd.client import Cancelled, Done, Failed, Freed, NotExtended, Offered, OfferRefused, Released
 from kvd.engines.kernels import Kernels
 from kvd.engines.pool import log_session
 from kvd.engines.vllm.growing.worker import GrowingOffers
@@ -79,6 +70,8 @@ class WorkerSide:
         self._offers: dict[str, OfferOrder] = {}
         self._turn_ends: list[tuple[str, str]] = []
         self._growing = GrowingOffers(client, offer_ttl, self._growing_ended)
+        self._has_launched = True
+        """Whether vLLM has said so of the step that has begun last."""
         self._results = Results()
         self._told: RankEndpoint | None = None
         self._told_unsent = False
@@ -89,6 +82,9 @@ class WorkerSide:
     def begin(self, metadata: StepMetadata) -> None:
         """A step begins: sends what the scheduler decided."""
         self._clock.look()
+        if not self._has_launched:  # vLLM with a drafter never says so of pipeline stages before the last
+            self.launched()
+        self._has_launched = False
         pulls = [self._refuse(pull) if pull.refused else pull for pull in metadata.pulls]
         for orders in (metadata.holds, [pull for pull in pulls if pull.ticket], metadata.offers):
             for order in orders:
@@ -103,7 +99,8 @@ class WorkerSide:
             self._send()
 
     def launched(self) -> None:
-        """The step's kernels have been given to the GPU."""
+        """The step's kernels have been given to the GPU. If nobody says so, they have when the next step begins."""
+        self._has_launched = True
         self._kernels.launched()
         self._growing.launched(self._kernels.last, self._until)
 

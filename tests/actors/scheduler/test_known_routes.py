@@ -253,6 +253,15 @@ def test_a_route_to_large_blocks_of_our_own_is_long_too(stage, monkeypatch):
     assert [type(pool) for pool in asked] == [PeerPool, Pool]
 
 
+def test_a_route_to_an_engine_of_many_ranks_is_long_too(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_ROUTED_AT_ONCE", 400)
+    alone, one_of_many = (
+        make_cache("flash-hnd", 0, ranks, num_blocks=8, block_tokens=2, groups=1) for ranks in (1, 512)
+    )
+    assert not is_long([alone, alone])
+    assert is_long([alone, one_of_many])
+
+
 def test_a_block_may_take_so_many_descriptors_of_all_ranks(stage, monkeypatch):
     monkeypatch.setattr(limits, "MAX_ROUTE_DESCRIPTORS", 0)
     pull_of(stage, 1, "p")

@@ -67,10 +67,11 @@ class Stage:
             self.client, "vllm-0", spec(), offer_ttl=9.0, pull_timeout=8.0, kernels=Kernels(self.gpu.launch)
         )
 
-    def step(self, *orders: GrowingOrder) -> set[str]:
+    def step(self, *orders: GrowingOrder, launched: bool = True) -> set[str]:
         """A step of the engine; returns the requests whose blocks are vLLM's again."""
         self.side.begin(StepMetadata(growing=list(orders)))
-        self.side.launched()
+        if launched:
+            self.side.launched()
         return self.side.end().sent
 
     def told(self) -> list[tuple[Any, ...]]:
@@ -112,6 +113,31 @@ def test_nothing_is_told_before_its_kernels_have_ended_nor_before_what_is_in_fro
     stage.gpu.steps[0].done = True
     stage.step()
     assert stage.told() == [TOLD_FIRST, TOLD_SECOND]
+
+
+def test_of_steps_whose_launch_vllm_does_not_tell_all_is_told_when_the_next_one_begins(stage: Stage) -> None:
+    """Pipeline stages before the last one, where vLLM drafts: it says so of the last stage alone."""
+    stage.step(OPEN, FIRST, launched=False)
+    assert stage.told() == [OPENED]
+    stage.gpu.done = False
+    stage.step(SECOND, launched=False)
+    stage.step(CLOSE, launched=False)
+    assert stage.told() == []
+    for kernels in stage.gpu.steps:
+        kernels.done = True
+    stage.step()
+    assert stage.told() == [TOLD_FIRST, TOLD_SECOND, CLOSED]
+    stage.says(Released("o", "read"))
+    assert stage.step() == {"r"}
+
+
+def test_a_refused_close_frees_the_blocks_where_vllm_tells_of_no_launch(stage: Stage) -> None:
+    stage.step(OPEN, FIRST, launched=False)
+    stage.step(CLOSE)
+    stage.says(NotExtended("o", ErrorCode.BAD_BLOCKS, "not all blocks"))
+    assert stage.step() == set()
+    stage.says(Released("o", "withdrawn"))
+    assert stage.step() == {"r"}
 
 
 @pytest.mark.parametrize("lost", [Released("o", "expired"), Released("o", "daemon lost"), Released("o", "withdrawn")])

@@ -10,7 +10,6 @@ import pytest
 from kvd.client import Blocks
 from kvd.engines.vllm.metadata import RankEndpoint
 from kvd.engines.vllm.scheduler import SchedulerSide
-from kvd.errors import InternalError
 from kvd.layout import Chunked, Full, Sliding, State
 from kvd.protocol.ticket import decode
 from tests.engines.vllm.blocks import Manager, bind
@@ -556,14 +555,6 @@ def test_a_prefill_that_leaves_the_last_token_out_leaves_all_of_it_out() -> None
     assert {request.num_prompt_tokens, *map(len, lengths)} == {16}
 
 
-def test_tickets_of_the_step_name_a_daemon_that_was_started_during_it() -> None:
-    producer = side()
-    params = prefilled(producer, 9, [3, 1, 2])
-    producer.set_endpoints({0: RankEndpoint("d0", "tcp://h:9", 8, "vllm-0")})
-    (rank,) = decode(params["kvd_ticket"]).ranks
-    assert (rank.address, rank.incarnation) == ("tcp://h:9", 8)
-
-
 def test_names_are_never_used_twice_and_fit_their_bound() -> None:
     producer, names = side(), set()
     for _ in range(3):
@@ -573,13 +564,6 @@ def test_names_are_never_used_twice_and_fit_their_bound() -> None:
         assert len(order.offer.encode()) <= 256
         names.add(order.offer)
     assert len(names) == 3
-
-
-def test_a_rank_without_a_known_daemon_is_an_error_that_says_so() -> None:
-    producer = SchedulerSide(((Full(), 4),), 2)
-    producer.set_endpoints({1: RankEndpoint("d1", "tcp://h:1", 7, "vllm-1")})
-    with pytest.raises(InternalError, match=r"ranks \[1\]"):
-        prefilled(producer, 9, [3, 1, 2])
 
 
 def test_the_ticket_has_the_secret_that_the_workers_offer_with_and_every_prefill_another() -> None:
@@ -607,16 +591,6 @@ def test_a_number_of_consumers_that_is_none_is_not_offered_to(said: object, capl
     assert producer.finished(Request(list(range(9)), {**PREFILL, "kvd_consumers": said}), [[3, 1, 2]]) is None
     assert producer.take_metadata().offers == []
     assert "kvd_consumers" in caplog.text
-
-
-def test_vllm_is_to_make_steps_while_a_worker_has_orders_that_it_could_not_send() -> None:
-    scheduler = side(ranks=2)
-    assert not scheduler.unsent
-    scheduler.set_unsent({0: False, 1: True})
-    scheduler.set_unsent({})
-    assert scheduler.unsent
-    scheduler.set_unsent({1: False})
-    assert not scheduler.unsent
 
 
 def loading(engine: SchedulerSide, manager: Manager, name: str, prompt: int, ids: list[int]) -> Request:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvd.client.events import Blocks
 from kvd.layout import CacheSpec, Full, Group, Shard, Sliding
 from kvd.layout.presets import LAYOUTS, Attention, Placement
-from kvd.layout.view import View
+from kvd.layout.view import Dim, View
 
 LAYERS = 2
 HEADS = 2
@@ -58,6 +58,15 @@ class Cache:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
+def offsets(view: View, dim: Dim) -> list[int]:
+    """Byte offset of each coordinate of `dim`, with the others 0; `[0]` if the view lacks it."""
+    found = [0]
+    for axis in view.axes:
+        if axis.dim == dim:
+            found = [base + i * axis.stride for base in found for i in range(axis.size)]
+    return found
+
+
 def _places(view: View, shard: Shard, group: Group) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     heads = shard.heads(view.heads)
     inner: list[tuple[int, int]] = [
@@ -65,13 +74,13 @@ def _places(view: View, shard: Shard, group: Group) -> tuple[NDArray[np.int64], 
             layer_at + kv_at + head_at + byte,
             ((layer * 2 + kv) * HEADS + head) * HEAD_BYTES + byte,
         )
-        for layer, layer_at in zip(view.layers, view.offsets("layer"), strict=True)
-        for kv, kv_at in enumerate(view.offsets("kv"))
-        for head, head_at in zip(heads, view.offsets("head"), strict=True)
+        for layer, layer_at in zip(view.layers, offsets(view, "layer"), strict=True)
+        for kv, kv_at in enumerate(offsets(view, "kv"))
+        for head, head_at in zip(heads, offsets(view, "head"), strict=True)
         for byte in range(HEAD_BYTES)
     ]
-    blocks = np.array(view.offsets("block"), np.int64)[:, None, None]
-    tokens = np.array(view.offsets("token"), np.int64)[None, :, None]
+    blocks = np.array(offsets(view, "block"), np.int64)[:, None, None]
+    tokens = np.array(offsets(view, "token"), np.int64)[None, :, None]
     places = np.array([at for at, _ in inner], np.int64)[None, None, :]
     assert blocks.shape[0] == group.num_blocks
     return view.offset + blocks + tokens + places, np.array([column for _, column in inner], np.int64)

@@ -28,10 +28,10 @@ def start(daemons: Daemons, configurations: Any) -> Iterator[Callable[..., Engin
     """Starts an engine with a daemon for each rank."""
     with ExitStack() as stack:
 
-        def engine(name: str, kind: str, tp_size: int = 1, **settings: Any) -> Engine:
+        def engine(name: str, kind: str, tp_size: int = 1, copies: int = 1, **settings: Any) -> Engine:
             daemons.start(*(f"{name}{rank}" for rank in range(tp_size)))
             settings["socket"] = daemons.socket(name + "{rank}")
-            return stack.enter_context(closing(Engine(configurations(kind), kind, settings, tp_size)))
+            return stack.enter_context(closing(Engine(configurations(kind), kind, settings, tp_size, copies=copies)))
 
         yield engine
 
@@ -137,6 +137,21 @@ def test_a_preempted_prefill_fails_the_pull_and_is_offered_with_a_ticket_in_the_
     consumer.decode("s", PROMPT, params, [[9, 10, 11, 12]])
     consumer.run_until(lambda: "s" in consumer.received or producer.step() or False)
     assert "s" not in consumer.failed
+
+
+def test_a_prefill_of_workers_with_copies_of_others_caches_is_offered_with_a_ticket_in_the_end(
+    start: Callable[..., Engine],
+) -> None:
+    """The copies hear of no offer that grows, and vLLM frees blocks only when all workers say that they are sent."""
+    producer, consumer = start("p", "llama", copies=2), start("d", "llama")
+    request = prefilling(producer)
+    producer.step(Chunk(request, 100, [[3, 7, 1, 5]]))
+    keep, params = producer.scheduler.request_finished_all_groups(request, ([3, 7, 1, 5],))
+    assert keep
+    assert "kvd_ticket" in params
+    assert "kvd_producer" not in params
+    consumer.decode("r", PROMPT, params, [[2, 4, 6, 8]])
+    producer.run_until(lambda: "r" in producer.sent or consumer.step() or False)
 
 
 def test_an_aborted_prefill_fails_the_pull_and_holds_no_blocks(start: Callable[..., Engine]) -> None:

@@ -12,7 +12,7 @@ for another's pull of that turn, it is taken for one that lacks blocks.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,11 @@ class GrowingOffers:
         self._idle_since: float | None = None
         """Since when no step has computed anything."""
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether the workers have not been told of all yet."""
+        return bool(self._orders)
+
     def take_orders(self) -> list[GrowingOrder]:
         """What the workers are to do in the next step."""
         orders, self._orders = self._orders, []
@@ -74,10 +79,10 @@ class GrowingOffers:
         self._growing[request.request_id] = _Growing(request, chosen, request.num_prompt_tokens, self._clock.now)
         self._orders.append(OpenOrder(request.request_id, chosen.name, chosen.secret, consumers))
 
-    def scheduled(self, output: Any, loading: Collection[str]) -> None:
+    def scheduled(self, output: Any, is_loading: Callable[[str], bool]) -> None:
         """VLLM has scheduled a step; `num_computed_tokens` of its requests are those before it.
 
-        Requests that are `loading` wait for a pull of theirs, which has not failed.
+        A request that `is_loading` waits for a pull of its own, which has not failed.
         """
         self._clock.look()
         now = self._clock.now
@@ -93,12 +98,12 @@ class GrowingOffers:
             if growing is not None:
                 self._extend(growing, more, output.kv_connector_block_state.get_block_ids(request))
         if self._idle_since is not None:
-            self._withdraw_starved(self._idle_since, now, loading)
+            self._withdraw_starved(self._idle_since, now, is_loading)
 
-    def _withdraw_starved(self, idle_since: float, now: float, loading: Collection[str]) -> None:
+    def _withdraw_starved(self, idle_since: float, now: float, is_loading: Callable[[str], bool]) -> None:
         """Ends the offers of requests that have waited for long while nothing was computed."""
         for request, growing in list(self._growing.items()):
-            if request in loading:
+            if is_loading(request):
                 growing.waits_since = now
             elif not growing.begun and now - max(idle_since, growing.waits_since) >= STARVED_SECONDS:
                 text = "request %s is offered when it has ended: it has waited for %g s in which nothing was computed"

@@ -46,7 +46,7 @@ class _Growing:
     @property
     def closes(self) -> bool:
         """Whether its request has ended."""
-        return bool(self.parts) and isinstance(self.parts[-1][0], CloseOrder)
+        return any(isinstance(part, CloseOrder) for part, _ in self.parts)
 
     @property
     def closed(self) -> bool:
