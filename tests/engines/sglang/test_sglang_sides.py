@@ -10,8 +10,10 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import zmq
 
 from kvd.engines.sglang.messages import Offered, Refused, Wanted
+from kvd.engines.sglang.outbox import Outbox
 from kvd.engines.sglang.producer import Producer
 from kvd.errors import BadRequest
 from tests.engines.sglang.test_sglang_producer import Client
@@ -41,7 +43,7 @@ class CommonKVManager:
 
     def update_status(self, room: int, status: KVPoll) -> None:
         known = self.request_status.get(room)
-        if known is None and status != KVPoll.Bootstrapping:
+        if known is None and status not in (KVPoll.Bootstrapping, KVPoll.WaitingForInput):
             return
         if known != KVPoll.Failed:
             self.request_status[room] = status if known is None or status == KVPoll.Failed else max(known, status)
@@ -124,7 +126,7 @@ class Side:
         self.client = Client()
         self.manager.call = lambda function, *args, **kwargs: self.calls.append(lambda: function(*args, **kwargs))
         self.manager.cancel = self.client.cancel
-        self.manager.tell = lambda _host, _port, message: self.told.append(message)
+        self.manager.tell = lambda _engine, message: self.told.append(message)
         self.manager.fill = lambda *_: None
         self.manager.producer = Producer(self.client, self.manager, offer_ttl=1.0)
 
@@ -257,3 +259,13 @@ def test_a_decode_server_that_would_reserve_pages_only_after_the_prefill_is_refu
     text = "--disaggregation-decode-allocation-policy prefill_complete" if refused else "8 bytes go with a request"
     with pytest.raises(BadRequest, match=text):
         manager._check(SimpleNamespace(state_types=[]), attached, SimpleNamespace(record_bytes=8))
+
+
+def test_a_message_that_cannot_be_sent_is_logged_and_ends_nothing(
+    sglang: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = object.__new__(sglang["manager"].KvdManager)
+    with zmq.Context() as context:
+        manager._outbox = Outbox(context)
+        manager.tell(("no host", 5), Refused(ROOM, NONCE, "no memory"))
+    assert "cannot be sent to the engine at no host:5" in caplog.text
