@@ -75,9 +75,10 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
 
     def ready(self, room: int, prefix: int) -> None:
         """The decode side wants it, but for its first tokens."""
-        if room in self.request_status:  # else it is over, and this would make it anew, for good
-            self.req_to_decode_prefix_len[room] = prefix
-            self.update_status(room, KVPoll.WaitingForInput)
+        with self.failure_lock:  # a sender that is aborted lets its room go under it
+            if room in self.request_status:  # else it is over, and this would make it anew, for good
+                self.req_to_decode_prefix_len[room] = prefix
+                self.update_status(room, KVPoll.WaitingForInput)
 
     def sent(self, room: int) -> None:
         """The decode side has it."""
@@ -92,8 +93,9 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
         if isinstance(record, FirstToken):
             self._metadata.write(aux_index, room, record)
         else:
-            token = self._metadata.copy_in(aux_index, self._record(record))
-            if not 0 <= token < self.vocabulary:  # the engine would index with it
+            self._metadata.copy_in(aux_index, self._record(record))
+            token = self._metadata.unknown_token(aux_index, self.vocabulary)
+            if token is not None:  # the engine would index with it, or its tokenizer
                 self.failed(room, f"token {token} is not one of the {self.vocabulary} of this model")
         self.update_status(room, KVPoll.Success)
 
