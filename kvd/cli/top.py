@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.arguments import seconds
+from kvd.cli.arguments import at_least, seconds
 from kvd.cli.status import add_daemon_flags, socket_of
 from kvd.cli.status_view import headline, tables
 from kvd.cli.terminal import shown
@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("top", description="Shows a daemon live.")
     add_daemon_flags(parser)
     parser.add_argument("--interval", type=seconds, default=1.0, metavar="SECONDS", help="between updates (default: 1)")
-    parser.add_argument("--count", type=int, default=0, metavar="N", help="end after N updates")
+    parser.add_argument("--count", type=at_least(0), default=0, metavar="N", help="end after N updates")
     parser.add_argument("--json", action="store_true", help="print a line of rates for each update instead")
     parser.set_defaults(run=run)
 
