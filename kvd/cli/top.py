@@ -98,9 +98,11 @@ def run(args: argparse.Namespace) -> int:
     """Updates until Ctrl-C, or `--count` times."""
     rates = Rates()
     live = None if args.json else Live(console=Console(highlight=False), screen=not args.count, auto_refresh=False)
-    with contextlib.suppress(KeyboardInterrupt), Inquiry(socket_of(args)) as inquiry, live or contextlib.nullcontext():
+    path = socket_of(args)
+    with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
         for update in range(1, args.count + 1) if args.count else itertools.count(1):
-            status = decode(inquiry.status(args.timeout))
+            with Inquiry(path) as inquiry:  # each time: the daemon may have been started again since
+                status = decode(inquiry.status(args.timeout))
             rates.add(status.totals)
             if live:
                 live.update(view(status, rates), refresh=True)
