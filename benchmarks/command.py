@@ -3,15 +3,15 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from kvd.cli.arguments import output_file
 from kvd.errors import KvdError
 
 
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
     """The parser of `python -m benchmarks.NAME`."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the figures to FILE")
     return parser
 
 

@@ -11,22 +11,20 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from benchmarks.command import make_parser, run
+from kvd.bench import report
 from kvd.bench.spec import flat_spec, tokens_of
 from kvd.cli.main import main as kvd_main
 from kvd.client import Blocks, Done, Worker
 from kvd.errors import ErrorCode, refusal
-from kvd.processes import Processes
+from kvd.processes import START_SECONDS, Processes
 from kvd.transport import slices
 
 _BLOCK = 256 << 10
-_START_SECONDS = 60.0
 _PLAIN = "plainly-fair"
 """Makes this command a daemon that does not know which reads are parts."""
 
@@ -47,17 +45,25 @@ class Load:
 
 
 class Pair:
-    """A producer's and a consumer's daemon, with a pool for all streams on either side."""
+    """A producer's and a consumer's daemon, with a pool for all streams on either side.
 
-    def __init__(self, processes: Processes, folder: Path, name: str, module: Sequence[str], load: Load) -> None:
+    If it is `plain`, the consumer's does not know which reads are parts.
+    """
+
+    def __init__(self, processes: Processes, folder: Path, name: str, load: Load, *, plain: bool) -> None:
         self.name = name
         spec = flat_spec(load.streams * load.chunks * load.blocks, _BLOCK)
-        self.workers = []
-        for side, (command, *arguments) in (("p", ("kvd.cli.main", "serve")), ("d", module)):
-            socket = folder / f"{name}-{side}.sock"
-            flags = ["--name", f"{name}-{side}", "--socket", str(socket), "--log-format", "json"]
-            processes.start(f"{name}-{side}", command, *arguments, *flags)
-            self.workers.append(Worker.attach(str(socket), name="w", spec=spec, timeout=_START_SECONDS))
+        producer, consumer = (f"{name}-{side}" for side in "pd")
+        sockets = {daemon: str(folder / f"{daemon}.sock") for daemon in (producer, consumer)}
+        processes.start_daemon(producer, sockets[producer])
+        if plain:
+            flags = "--name", consumer, "--socket", sockets[consumer], "--log-format", "json"
+            processes.start(consumer, "benchmarks.growing", _PLAIN, *flags)
+        else:
+            processes.start_daemon(consumer, sockets[consumer])
+        self.workers = [
+            Worker.attach(socket, name="w", spec=spec, timeout=START_SECONDS) for socket in sockets.values()
+        ]
         self._rounds = 0
 
     def waits(self, load: Load, seed: int) -> list[float]:
@@ -93,7 +99,7 @@ class Pair:
             ticket = producer.open_offer(name, ttl=60.0)
             ids = range(first, first + load.chunks * load.blocks)
             consumer.pull(name, ticket, blocks=[Blocks(0, 0, ids)], timeout=60.0)
-        blocks, position = [], chunk * load.blocks
+        position = chunk * load.blocks
         blocks = [Blocks(0, position, range(first + position, first + position + load.blocks))]
         tokens = tokens_of(position + load.blocks)
         if chunk < load.chunks - 1:
@@ -108,20 +114,12 @@ class Pair:
             worker.close()
 
 
-@dataclass
-class Measured:
-    """Waits by rule, in seconds."""
-
-    waits: dict[str, list[float]] = field(default_factory=dict)
-
-    def lines(self) -> list[str]:
-        """For people."""
-        made = []
-        for name, waits in self.waits.items():
-            p90 = statistics.quantiles(waits, n=10)[-1]
-            text = f"{name:>14}: close to done, median {1e3 * statistics.median(waits):.1f} ms"
-            made.append(f"{text}, 90th percentile {1e3 * p90:.1f} ms, of {len(waits)}")
-        return made
+def report_waits(waits: Mapping[str, Sequence[float]]) -> None:
+    """Prints the seconds that were waited with each rule."""
+    for name, times in waits.items():
+        p90 = statistics.quantiles(times, n=10)[-1]
+        text = f"{name:>14}: close to done, median {1e3 * statistics.median(times):.1f} ms"
+        print(f"{text}, 90th percentile {1e3 * p90:.1f} ms, of {len(times)}")
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -129,20 +127,18 @@ def measure(args: argparse.Namespace) -> None:
     load = Load(args.streams, args.chunks, args.chunk_mib * 4, args.period_ms / 1e3)
     rate = load.streams * load.nbytes / load.period / 1e9
     print(f"{load.streams} streams, {load.chunks} chunks of {args.chunk_mib} MiB, up to {rate:.1f} GB/s at once")
-    measured = Measured()
     with tempfile.TemporaryDirectory(prefix="kvd-growing-") as folder, Processes(Path(folder)) as processes:
-        rules = {"waited for": ("kvd.cli.main", "serve"), "plainly fair": ("benchmarks.growing", _PLAIN)}
-        pairs = [Pair(processes, Path(folder), name.replace(" ", "-"), module, load) for name, module in rules.items()]
+        pairs = [Pair(processes, Path(folder), name, load, plain=name == _PLAIN) for name in ("waited-for", _PLAIN)]
         for pair in pairs:
             pair.waits(load, seed=0)  # faults pages in
+        waits: dict[str, list[float]] = {pair.name: [] for pair in pairs}
         for number in range(args.rounds):
             for pair in pairs if number % 2 else pairs[::-1]:
-                measured.waits.setdefault(pair.name, []).extend(pair.waits(load, seed=1 + number))
+                waits[pair.name] += pair.waits(load, seed=1 + number)
         for pair in pairs:
             pair.close()
-    print("\n".join(measured.lines()))
-    if args.json:
-        args.json.write_bytes(msgspec.json.encode(measured))
+    report_waits(waits)
+    report.write_json(args.json, {"waits": waits})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

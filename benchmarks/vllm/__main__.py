@@ -14,6 +14,7 @@ from benchmarks.vllm import run as vllm
 from benchmarks.vllm.groups import GROUPS
 from benchmarks.vllm.servers import PLACEMENTS, model_folder
 from kvd.bench import report
+from kvd.cli.arguments import picture
 from kvd.errors import BadRequest, ErrorCode
 from tests.vllm.testbed.catalog import BLOCK
 from tests.vllm.testbed.servers import LONGEST
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kills", action="store_true", help="kill kvd's decode daemon in each turn, and time until it serves again"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures side by side into FILE (PNG)")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw the figures side by side into FILE (PNG)")
     return command.run(parser, _run, arguments)
 
 

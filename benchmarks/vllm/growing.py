@@ -19,10 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from benchmarks.command import make_parser, run
 from benchmarks.vllm.servers import MODEL, TOKEN_BYTES, bear_suspension, model_folder, resume, suspend, until_served
+from kvd.bench.report import write_json
 from kvd.errors import ErrorCode, refusal
 from tests.vllm.testbed.catalog import make_prompt
 from tests.vllm.testbed.client import complete, make_body, prefill
@@ -144,8 +143,7 @@ def _measure(args: argparse.Namespace) -> None:
     if not all(args.prompts[-1] in side.handover for side in sides.values()):
         raise refusal(ErrorCode.CANCELLED, f"no round was over after {args.seconds:.0f} s; raise --seconds")
     report(sides, args.prompts)
-    if args.json:
-        args.json.write_bytes(msgspec.json.encode(sides))
+    write_json(args.json, {"sides": sides})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

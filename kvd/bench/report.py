@@ -152,7 +152,7 @@ def plot(results: Sequence[Measured], path: Path) -> None:
         axis.grid(visible=True, which="both", alpha=0.3)
     axes[0].set_ylabel("GB/s")
     axes[1].legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)
 
 

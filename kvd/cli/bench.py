@@ -13,7 +13,7 @@ from rich.console import Console
 from kvd.bench import load, report, transfers
 from kvd.bench.pair import Pair
 from kvd.bench.spinners import Spinners
-from kvd.cli.arguments import seconds
+from kvd.cli.arguments import at_least, output_file, picture, positive_seconds
 from kvd.errors import ErrorCode, refusal
 from kvd.processes import ProcessEndedError
 
@@ -32,10 +32,12 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--load", action="store_true", help="measure status and small pulls during pulls of 1 GiB")
     what.add_argument("--rate", action="store_true", help="measure how many small pulls a second are sustained")
     what.add_argument("--device", type=_gpu, metavar="cuda:N", help="measure pulls between pools on that GPU")
-    parser.add_argument("--seconds", type=seconds, default=30.0, help="how long --rate runs (default: 30)")
-    parser.add_argument("--rounds", type=int, default=10, help="how many pulls of 1 GiB --load makes (default: 10)")
+    parser.add_argument("--seconds", type=positive_seconds, default=30.0, help="how long --rate runs (default: 30)")
     parser.add_argument(
-        "--busy", type=int, default=0, metavar="N", help="spin N processes during the measurement (default: 0)"
+        "--rounds", type=at_least(1), default=10, help="how many pulls of 1 GiB --load makes (default: 10)"
+    )
+    parser.add_argument(
+        "--busy", type=at_least(0), default=0, metavar="N", help="spin N processes during the measurement (default: 0)"
     )
     parser.add_argument(
         "--yield", action="store_true", dest="yielding", help="let those yield their core again and again, as vLLM does"
@@ -48,35 +50,41 @@ def add_parser(subparsers: Any) -> None:
         help="start the daemons through COMMAND, e.g. 'taskset --cpu-list 1' to pin them",
     )
     parser.add_argument("--quick", action="store_true", help="run a tenth of the rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the throughputs into FILE (PNG)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw the throughputs into FILE (PNG)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints a table, writes the files."""
-    if args.busy < 0:
-        raise refusal(ErrorCode.BAD_CONFIG, f"--busy {args.busy}: must be 0 or more")
     if args.yielding and not args.busy:
         raise refusal(ErrorCode.BAD_CONFIG, "--yield is about the processes of --busy: say how many, --busy 2")
     if args.device is not None and (args.busy or args.within or args.plot):
         raise refusal(ErrorCode.BAD_CONFIG, "--device measures neither --busy nor --within, and draws no --plot")
+    if args.plot is not None and (args.load or args.rate):
+        raise refusal(ErrorCode.BAD_CONFIG, "--plot draws throughputs, which neither --load nor --rate measures")
     try:
-        figures = _on_gpu(args) if args.device is not None else _with_pair(args)
+        if args.device is not None:
+            _on_gpu(args)
+        else:
+            _with_pair(args)
     except ProcessEndedError as error:
         raise refusal(ErrorCode.INTERNAL, str(error)) from error
-    report.write_json(args.json, {"busy": args.busy, "yield": args.yielding, "within": args.within, **figures})
     return 0
 
 
-def _with_pair(args: argparse.Namespace) -> dict[str, object]:
+def _with_pair(args: argparse.Namespace) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder,
         Pair(Path(folder), daemons_within=shlex.split(args.within)) as pair,
         Spinners(args.busy, Path(folder), yielding=args.yielding),
     ):
         measure = _load if args.load else _rate if args.rate else _transfers
-        return measure(pair, args)
+        measure(pair, args)
+
+
+def _write(args: argparse.Namespace, figures: dict[str, object]) -> None:
+    report.write_json(args.json, {"busy": args.busy, "yield": args.yielding, "within": args.within, **figures})
 
 
 def _command(text: str) -> str:
@@ -98,7 +106,7 @@ def _gpu(text: str) -> int:
     return int(number)
 
 
-def _on_gpu(args: argparse.Namespace) -> dict[str, object]:
+def _on_gpu(args: argparse.Namespace) -> None:
     from kvd.bench import gpu  # noqa: PLC0415 - CUDA is an extra
 
     with report.progress("sizes of blocks", len(gpu.SIZES)) as advance:
@@ -114,28 +122,28 @@ def _on_gpu(args: argparse.Namespace) -> dict[str, object]:
     console.print(report.gpu_table(rows))
     for what, figure in figures.items():
         console.print(f"{what}: {figure:.3g}")
-    return {"gpu": {**figures, "blocks": rows}}
+    _write(args, {"gpu": {**figures, "blocks": rows}})
 
 
-def _transfers(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
+def _transfers(pair: Pair, args: argparse.Namespace) -> None:
     cases = transfers.cases(quick=args.quick)
     with report.progress("transfers", len(cases)) as advance:
         results = list(transfers.measure(pair, cases, advance))
     Console(width=report.WIDTH).print(report.transfers_table(results, args.busy))
+    _write(args, {"transfers": [result.as_dict() for result in results]})
     if args.plot:
         report.plot(results, args.plot)
-    return {"transfers": [result.as_dict() for result in results]}
 
 
-def _load(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
+def _load(pair: Pair, args: argparse.Namespace) -> None:
     with report.progress("pulls of 1 GiB", args.rounds) as advance:
         result = load.interference(pair, args.rounds, advance)
     Console().print(report.interference_table(result, args.busy))
-    return {"load": asdict(result)}
+    _write(args, {"load": asdict(result)})
 
 
-def _rate(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
+def _rate(pair: Pair, args: argparse.Namespace) -> None:
     with report.progress("small pulls", None) as advance:
         result = load.sustained(pair, args.seconds, _WINDOW, advance)
     Console().print(report.rate_table(result, args.busy))
-    return {"rate": asdict(result)}
+    _write(args, {"rate": asdict(result)})

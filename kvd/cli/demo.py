@@ -4,7 +4,7 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvd.cli.arguments import at_least, picture
 from kvd.engines.demo import timeline
 from kvd.engines.demo.chunks import traced
 from kvd.engines.demo.messages import EngineConfig
@@ -39,21 +40,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "every token equals a single engine's.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--requests", type=_at_least(1), default=16, help="how many prompts (default: 16)")
+    parser.add_argument("--requests", type=at_least(1), default=16, help="how many prompts (default: 16)")
     parser.add_argument(
         "--tokens",
-        type=_at_least(2),
+        type=at_least(2),
         default=16,
         help="tokens per prompt, the first by the prefill engine",
     )
-    parser.add_argument("--producer-tp", type=_at_least(1), default=1, metavar="N", help="ranks of the prefill engine")
-    parser.add_argument("--consumer-tp", type=_at_least(1), default=1, metavar="N", help="ranks of the decode engine")
+    parser.add_argument("--producer-tp", type=at_least(1), default=1, metavar="N", help="ranks of the prefill engine")
+    parser.add_argument("--consumer-tp", type=at_least(1), default=1, metavar="N", help="ranks of the decode engine")
     parser.add_argument("--layout", choices=LAYOUTS, default="flash-hnd", help="KV layout of both (default: flash-hnd)")
     parser.add_argument("--producer-layout", choices=LAYOUTS, help="KV layout of the prefill engine")
     parser.add_argument("--consumer-layout", choices=LAYOUTS, help="KV layout of the decode engine")
-    parser.add_argument("--block-size", type=_at_least(1), default=16, metavar="N", help="tokens per block")
-    parser.add_argument("--producer-block-size", type=_at_least(1), metavar="N", help="of the prefill engine")
-    parser.add_argument("--consumer-block-size", type=_at_least(1), metavar="N", help="of the decode engine")
+    parser.add_argument("--block-size", type=at_least(1), default=16, metavar="N", help="tokens per block")
+    parser.add_argument("--producer-block-size", type=at_least(1), metavar="N", help="of the prefill engine")
+    parser.add_argument("--consumer-block-size", type=at_least(1), metavar="N", help="of the decode engine")
     parser.add_argument(
         "--device",
         default="cpu",
@@ -64,7 +65,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--plot",
-        type=Path,
+        type=picture,
         metavar="FILE",
         help="draw when a long prompt's blocks were computed and read into FILE (PNG)",
     )
@@ -154,16 +155,6 @@ def _start_engine(processes: Processes, config: EngineConfig) -> Child:
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description:>24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value}: must be {least} or more")
-        return value
-
-    return parse
 
 
 @contextmanager

@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KvdError as error:
         print(f"kvd {command}: {error}", file=sys.stderr)
     except ModuleNotFoundError as error:
-        extra = command if command in {"demo", "router"} else "daemon"
+        own = command if command in {"demo", "router"} else "daemon"
+        extra = "plot" if error.name == "matplotlib" else own
         fix = f"pip install '.[{extra}]' in a clone of kvd"
         print(f"kvd {command}: {error.name} is not installed: {fix}", file=sys.stderr)
     except KeyboardInterrupt:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvd.errors import BadRequest, ErrorCode, refusal
+from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec, Shard
 from kvd.layout.models import MODELS, even_stages, model_spec
 from kvd.layout.presets import LAYOUTS
@@ -60,14 +59,15 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table or the JSON; 0, or 2 with the reason on standard error if no plan can be made."""
-    try:
-        producer, consumer = _specs(args, "producer"), _specs(args, "consumer")
-        _bounded("--rank", args.rank, 0, len(consumer) - 1)
-        figures = explain(producer, consumer[args.rank], args.tokens, args.ids)
-    except (BadRequest, OSError) as error:
-        print(f"kvd plan: {error}", file=sys.stderr)
-        return 2
+    """Prints the table or the JSON.
+
+    Raises:
+        BadRequest: no plan can be made.
+
+    """
+    producer, consumer = _specs(args, "producer"), _specs(args, "consumer")
+    _bounded("--rank", args.rank, 0, len(consumer) - 1)
+    figures = explain(producer, consumer[args.rank], args.tokens, args.ids)
     if args.json:
         print(json.dumps(asdict(figures), indent=2))
     else:
@@ -102,7 +102,11 @@ def _bounded(option: str, value: int, least: int, most: int) -> None:
 
 def _read(path: Path) -> list[CacheSpec]:
     """One spec, or a list of them: an engine's ranks in order."""
-    raw = path.read_bytes()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        text = f"{path} is no layout, and cannot be read as a file of specs: {error.strerror}"
+        raise refusal(ErrorCode.BAD_SPEC, text) from error
     if raw.lstrip().startswith(b"["):
         try:
             return [CacheSpec.decode_json(bytes(spec)) for spec in msgspec.json.decode(raw, type=list[msgspec.Raw])]

@@ -9,6 +9,7 @@ from typing import Any
 
 import uvloop
 
+from kvd.cli.arguments import positive_seconds
 from kvd.errors import ErrorCode, refusal
 from kvd.holders import Ports, wait_until_free
 from kvd.host import raise_open_files
@@ -36,11 +37,15 @@ def add_parser(subparsers: Any) -> None:
         "--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="where clients connect (default: %(default)s)"
     )
     parser.add_argument(
-        "--prefill-timeout", type=float, default=120.0, metavar="SECONDS", help="for a prefill (default: 120)"
+        "--prefill-timeout",
+        type=positive_seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="for a prefill (default: 120)",
     )
     parser.add_argument(
         "--decode-timeout",
-        type=float,
+        type=positive_seconds,
         default=120.0,
         metavar="SECONDS",
         help="until the first token of a decode server, and between any two, if it streams (default: 120)",
@@ -69,10 +74,6 @@ def run(args: argparse.Namespace) -> int:
     if not host or not port.isdecimal() or len(port) > len(str(LAST_PORT)) or int(port) > LAST_PORT:
         text = f"--listen is {args.listen!r}; it must be HOST:PORT, the port at most {LAST_PORT}"
         raise refusal(ErrorCode.BAD_CONFIG, text)
-    for name in ("prefill_timeout", "decode_timeout"):
-        if not getattr(args, name) > 0:
-            flag = f"--{name.replace('_', '-')}"
-            raise refusal(ErrorCode.BAD_CONFIG, f"{flag} is {getattr(args, name)}; it must be above 0")
     prefill, decode = ([url.rstrip("/") for url in urls] for urls in (args.prefill, args.decode))
     for url in (*prefill, *decode):
         place(url)

@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.arguments import seconds
+from kvd.cli.arguments import at_least, seconds
 from kvd.cli.status import add_daemon_flags, socket_of
 from kvd.cli.status_view import headline, tables
 from kvd.cli.terminal import shown
@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("top", description="Shows a daemon live.")
     add_daemon_flags(parser)
     parser.add_argument("--interval", type=seconds, default=1.0, metavar="SECONDS", help="between updates (default: 1)")
-    parser.add_argument("--count", type=int, default=0, metavar="N", help="end after N updates")
+    parser.add_argument("--count", type=at_least(0), default=0, metavar="N", help="end after N updates")
     parser.add_argument("--json", action="store_true", help="print a line of rates for each update instead")
     parser.set_defaults(run=run)
 
@@ -98,9 +98,11 @@ def run(args: argparse.Namespace) -> int:
     """Updates until Ctrl-C, or `--count` times."""
     rates = Rates()
     live = None if args.json else Live(console=Console(highlight=False), screen=not args.count, auto_refresh=False)
-    with contextlib.suppress(KeyboardInterrupt), Inquiry(socket_of(args)) as inquiry, live or contextlib.nullcontext():
+    path = socket_of(args)
+    with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
         for update in range(1, args.count + 1) if args.count else itertools.count(1):
-            status = decode(inquiry.status(args.timeout))
+            with Inquiry(path) as inquiry:  # each time: the daemon may have been started again since
+                status = decode(inquiry.status(args.timeout))
             rates.add(status.totals)
             if live:
                 live.update(view(status, rates), refresh=True)

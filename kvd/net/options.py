@@ -9,15 +9,17 @@ from kvd import limits
 
 
 class Kind(Enum):
-    """The three kinds of ZMQ socket that kvd has; the daemon's end for workers is `kvd.net.local.request_socket`."""
+    """The kinds of ZMQ socket that have options here; a daemon's end for workers is `kvd.net.local.request_socket`."""
 
     WORKER_DEALER = "a worker's end, ipc"
     PEER_ROUTER = "the daemon's end for peers that connect to it, tcp or ipc"
     PEER_DEALER = "the daemon's end for a peer it connects to, tcp or ipc"
+    ENGINE_PUSH = "an engine's end for the control socket of another, tcp"
 
 
 _DEALERS: Final = (Kind.WORKER_DEALER, Kind.PEER_DEALER)
-_PEERS: Final = (Kind.PEER_ROUTER, Kind.PEER_DEALER)
+_CONNECTING: Final = (*_DEALERS, Kind.ENGINE_PUSH)
+_PEERS: Final = (Kind.PEER_ROUTER, Kind.PEER_DEALER, Kind.ENGINE_PUSH)
 _ALL: Final = tuple(Kind)
 
 LINGER_MS: Final = 200
@@ -77,7 +79,7 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
     (
         zmq.IMMEDIATE,
         0,
-        _DEALERS,
+        _CONNECTING,
         "messages sent before the connection is made wait for it, so a first hello needs no retry",
     ),
     (
@@ -114,14 +116,14 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
     (
         zmq.CONNECT_TIMEOUT,
         CONNECT_TIMEOUT_MS,
-        (Kind.PEER_DEALER,),
+        (Kind.PEER_DEALER, Kind.ENGINE_PUSH),
         "retries an absent host every second; the kernel would wait 2 s, then 4 s",
     ),
-    (zmq.RECONNECT_IVL, RECONNECT_MS, _DEALERS, "a restarted daemon is found within tens of milliseconds"),
+    (zmq.RECONNECT_IVL, RECONNECT_MS, _CONNECTING, "a restarted daemon is found within tens of milliseconds"),
     (
         zmq.RECONNECT_IVL_MAX,
         RECONNECT_MAX_MS,
-        _DEALERS,
+        _CONNECTING,
         "the pause doubles up to this; an absent peer costs two packets a second",
     ),
     (zmq.IPV6, 1, _PEERS, "allows addresses of both families"),

@@ -34,11 +34,6 @@ def test_spinners_compute_or_yield_without_a_pause_and_are_gone_after(
     assert children() == before
 
 
-def test_a_number_of_spinners_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--busy", "-1"]) != 0
-    assert "--busy -1: must be 0 or more" in capsys.readouterr().err
-
-
 def test_yielding_without_processes_that_yield_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--yield"]) != 0
     assert "--yield is about the processes of --busy" in capsys.readouterr().err

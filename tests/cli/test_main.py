@@ -1,4 +1,6 @@
+import argparse
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -6,6 +8,9 @@ import sys
 
 import pytest
 
+from kvd.bench import report, transfers
+from kvd.cli import bench
+from kvd.cli.arguments import output_file
 from kvd.cli.main import main
 from tests.support.patience import PATIENCE
 
@@ -23,13 +28,96 @@ def test_a_command_says_which_extra_brings_what_it_lacks(command, missing, extra
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "1e300", "-1", "soon"])
-@pytest.mark.parametrize("flag", ["status --timeout", "top --interval", "drain --wait", "bench --seconds"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("status --timeout", "top --interval", "drain --wait", "bench --seconds"),
+        *("router --prefill-timeout", "router --decode-timeout"),
+    ],
+)
 def test_a_time_that_cannot_be_waited_for_is_refused_with_its_flag(flag, value, capsys):
     command, name = flag.split()
     with pytest.raises(SystemExit) as ended:
         main([command, f"{name}={value}"])
     assert ended.value.code == 2
     assert f"argument {name}: {value!r} must be from 0 to 86400 seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("router --prefill-timeout", "0", "'0' must be above 0 seconds"),
+        ("router --decode-timeout", "0.0", "'0.0' must be above 0 seconds"),
+        ("bench --seconds", "-0", "'-0' must be above 0 seconds"),
+        ("bench --rounds", "0", "0: must be 1 or more"),
+        ("bench --busy", "-1", "-1: must be 0 or more"),
+        ("top --count", "-1", "-1: must be 0 or more"),
+        ("top --count", "all", "invalid number value: 'all'"),
+    ],
+)
+def test_a_number_with_which_nothing_can_be_done_is_refused_with_its_flag(flag, value, said, capsys):
+    command, name = flag.split()
+    with pytest.raises(SystemExit) as ended:
+        main([command, f"{name}={value}"])
+    assert ended.value.code == 2
+    assert f"argument {name}: {said}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def starts_nothing(monkeypatch):
+    monkeypatch.setattr("kvd.processes.Child.start", lambda *_, **__: pytest.fail("it has started a process"))
+
+
+@pytest.mark.usefixtures("starts_nothing")
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([command, "--plot", str(tmp_path / "picture.png")]) == 2
+    said = f"kvd {command}: matplotlib is not installed: pip install '.[plot]' in a clone of kvd\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.usefixtures("starts_nothing")
+@pytest.mark.parametrize("flag", ["bench --json", "bench --plot", "demo --plot"])
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("file/figures", "its folder cannot be made: File exists"), ("folder", "cannot be written")],
+    ids=["below a file", "a folder"],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(flag, place, said, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    command, name = flag.split()
+    with pytest.raises(SystemExit):
+        main([command, name, str(tmp_path / place)])
+    assert f"argument {name}: '{tmp_path / place}': {said}" in capsys.readouterr().err
+
+
+def test_the_folder_of_what_is_measured_is_made(tmp_path):
+    path = tmp_path / "new" / "folder" / "figures.json"
+    assert output_file(str(path)) == path
+    assert path.parent.is_dir()
+    assert not path.exists()
+
+
+def test_figures_are_written_before_a_picture_of_them_is_drawn(monkeypatch, tmp_path):
+    def failing(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(transfers, "measure", lambda *_: [])
+    monkeypatch.setattr(report, "plot", failing)
+    parser = argparse.ArgumentParser()
+    bench.add_parser(parser.add_subparsers())
+    files = ["--json", str(tmp_path / "figures.json"), "--plot", str(tmp_path / "picture.png")]
+    with pytest.raises(OSError, match="No space left"):
+        bench._transfers(None, parser.parse_args(["bench", *files]))
+    assert json.loads((tmp_path / "figures.json").read_text())["transfers"] == []
+
+
+@pytest.mark.parametrize("what", ["--load", "--rate"])
+def test_no_picture_is_promised_of_what_has_none(what, tmp_path, capsys):
+    assert main(["bench", what, "--plot", str(tmp_path / "picture.png")]) == 2
+    assert "--plot draws throughputs, which neither --load nor --rate measures" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 import json
 
+import msgspec
 import pytest
 
+from kvd.cli.main import main
 from kvd.cli.top import Rates, sparkline
 from kvd.protocol.status import Totals
 from tests.support.statuses import status_report
@@ -33,3 +35,26 @@ def test_statuses_of_one_moment_have_no_rate():
     rates = rates_between(Totals(0.0, 0, 0, {}, 0, 0, {}), last)
     assert json.loads(rates.as_json(status_report(last)))["bytes_per_second"] == 0
     assert sparkline(rates.history) == ""
+
+
+def test_a_daemon_that_was_started_again_between_two_updates_is_watched_on(monkeypatch, capsys):
+    statuses = [Totals(9.0, 500, 0, {}, 0, 0, {}), Totals(1.0, 100, 0, {}, 0, 0, {}), Totals(2.0, 300, 0, {}, 0, 0, {})]
+
+    class Connection:
+        """To a daemon that ends once it has said its status."""
+
+        def __init__(self, _path):
+            self.statuses = statuses[:1]
+            del statuses[:1]
+
+        def status(self, _timeout):
+            return msgspec.json.encode(status_report(self.statuses.pop()))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_): ...
+
+    monkeypatch.setattr("kvd.cli.top.Inquiry", Connection)
+    assert main(["top", "--json", "--count", "3", "--interval", "0"]) == 0
+    assert [json.loads(line)["bytes_per_second"] for line in capsys.readouterr().out.splitlines()] == [0, 0, 200]

@@ -208,10 +208,13 @@ def test_vllm_may_attach_and_is_another_user_that_cannot_look_into_the_daemon(ma
     quota = Policy(owner, rules).permit(user, owner, "vllm-0-0")
     devices = [entry["value"] for entry in sidecar(manifests)["env"] if entry["name"] == "KVD_DEVICE"]
     limit = sidecar(manifests)["resources"]["limits"]["memory"]
+    caches = [int(entry["value"]) for entry in engine["env"] if entry["name"] == "VLLM_CPU_KVCACHE_SPACE"]
     if devices == ["cpu"]:
         assert quota is not None
-        assert 0 < quota + limits.DAEMON_BYTES < int(limit.removesuffix("Gi")) * limits.GIB
+        assert 0 < sum(caches) * limits.GIB <= quota
+        assert quota + limits.DAEMON_BYTES < int(limit.removesuffix("Gi")) * limits.GIB
     else:
+        assert not caches
         assert quota is None, "a GPU's memory is not the container's"
     assert "secret" not in json.dumps(engine)
 
@@ -298,10 +301,7 @@ def test_the_chart_and_the_overlay_make_the_same_pod() -> None:
         kept = json.loads(re.sub(r'"image": "[^"]*"', '"image": ""', text))
         kept["volumes"].sort(key=lambda volume: volume["name"])
         for container in [*kept["initContainers"], *kept["containers"]]:
-            container["env"] = sorted(
-                (entry for entry in container["env"] if not entry["name"].startswith("VLLM_")),
-                key=lambda entry: entry["name"],
-            )
+            container["env"].sort(key=lambda entry: entry["name"])
         return kept
 
     assert essence(pod(charted({}))) == essence(pod(kustomized("cpu")))

@@ -1,10 +1,9 @@
-import argparse
 import json
 
 import msgspec
 import pytest
 
-from kvd.cli import plan as command
+from kvd.cli.main import main
 from kvd.errors import BadRequest
 from kvd.layout import Full, Sliding
 from kvd.layout.models import MODELS, LayerKind
@@ -19,10 +18,7 @@ HYBRID = model(
 
 
 def kvd_plan(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["plan", *arguments])
-    return int(args.run(args))
+    return main(["plan", *arguments])
 
 
 def test_figures_add_up_over_groups() -> None:
@@ -91,7 +87,7 @@ def test_layouts_are_read_from_files_too(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["flash-hnd", "no-such-file", "10"], "no-such-file"),
+        (["flash-hnd", "no-such-file", "10"], "no-such-file is no layout, and cannot be read as a file"),
         (["flash-hnd", "flash-hnd", "0"], "tokens 0: must be from 1 to"),
         (["flash-hnd", "flash-hnd", "10", "--rank", "1"], "--rank 1: must be from 0 to 0"),
         (["flash-hnd", "flash-hnd", "10", "--consumer-tp", "3"], "heads = 8"),

@@ -51,7 +51,7 @@ class Engine:
             kv_args=SimpleNamespace(page_size=1),
             kernels=lambda: None,
             call=self._call,
-            tell=lambda _host, _port, message: self.told.append(message),
+            tell=lambda _engine, message: self.told.append(message),
             landed=lambda room, *_: manager.update_status(room, KVPoll.Success),
             _deferred_ack_targets={},
             _deferred_ack_poisoned_rooms=set(),

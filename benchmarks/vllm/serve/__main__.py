@@ -4,13 +4,13 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks import command
 from benchmarks.vllm.serve import report
 from benchmarks.vllm.serve import run as serve
 from benchmarks.vllm.servers import model_folder
 from kvd.bench.report import progress, write_json
+from kvd.cli.arguments import picture
 from kvd.errors import BadRequest, ErrorCode
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=570.0, help="stop after this long and report what there is (default: 570)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into FILE (PNG)")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw the figures into FILE (PNG)")
     return command.run(parser, _measure, arguments)
 
 

@@ -74,7 +74,7 @@ def plot(lines: Sequence[Timeline], path: Path) -> None:
     axes[0].legend(fontsize="small", loc="upper left")
     axes[-1].set_xlabel("ms since the request")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, format="png")
     pyplot.close(figure)
 
 

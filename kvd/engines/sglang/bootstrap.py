@@ -5,7 +5,8 @@ import asyncio
 from aiohttp import web
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-from kvd.engines.sglang.desk import Address, Desk
+from kvd.engines.sglang.desk import Desk
+from kvd.engines.sglang.messages import Address
 from kvd.errors import KvdError
 
 _LOOKS_SECONDS = 1.0

@@ -8,20 +8,17 @@ import contextlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from kvd.client import Blocks, Cancelled, Done, Failed, Freed
 from kvd.client.events import Event
 from kvd.engines.kernels import Event as Kernels
 from kvd.engines.sglang.handoff import FirstToken, Handoff
-from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
+from kvd.engines.sglang.messages import Abandoned, Address, Message, Offered, Refused, Wanted
 from kvd.engines.sglang.records import Records
 from kvd.engines.sglang.spec import RECORDS
 from kvd.errors import KvdError
 from kvd.protocol import ticket as tickets
-
-Source: TypeAlias = tuple[str, int]
-"""Where a rank of the prefill engine is."""
 
 
 class DecodeEngine(Protocol):
@@ -36,7 +33,7 @@ class DecodeEngine(Protocol):
     def failed(self, room: int, reason: str) -> None:
         """It has failed, and nothing writes to its pages."""
 
-    def tell(self, host: str, port: int, message: Message) -> None:
+    def tell(self, engine: Address, message: Message) -> None:
         """Sends a message to a prefill engine."""
 
     def call_after(self, kernels: Kernels, call: Callable[[], None]) -> None:
@@ -49,8 +46,8 @@ class DecodeEngine(Protocol):
 @dataclass(slots=True)
 class _Room:
     number: int
-    sources: tuple[Source, ...]
-    """None of one whose ticket was handed over with the request."""
+    sources: tuple[Address, ...]
+    """The ranks of the prefill engine; none of one whose ticket was handed over with the request."""
     nonces: tuple[bytes, ...]
     """Of each source."""
     blocks: tuple[Blocks, ...]
@@ -104,7 +101,7 @@ class Consumer:
     def want(
         self,
         number: int,
-        sources: tuple[Source, ...],
+        sources: tuple[Address, ...],
         blocks: tuple[Blocks, ...],
         *,
         prefix: int,
@@ -122,7 +119,7 @@ class Consumer:
         nonces = tuple(secrets.token_bytes(16) for _ in sources)
         self._rooms[number] = _Room(number, sources, nonces, blocks, aux_index, prompt, after)
         for source, nonce in zip(sources, nonces, strict=True):
-            self._engine.tell(*source, Wanted(number, nonce, prefix, *self._here, grows=True))
+            self._engine.tell(source, Wanted(number, nonce, prefix, *self._here, grows=True))
 
     def take(
         self,
@@ -295,7 +292,7 @@ class Consumer:
         Of what was handed over nobody is told: the daemons tell each other.
         """
         for source, nonce in zip(room.sources, room.nonces, strict=True):
-            self._engine.tell(*source, Abandoned(room.number, nonce, room.failure or "its pull has failed"))
+            self._engine.tell(source, Abandoned(room.number, nonce, room.failure or "its pull has failed"))
 
     def _fail(self, room: _Room) -> None:
         room.ended = True

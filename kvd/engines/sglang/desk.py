@@ -6,6 +6,7 @@ process than the engine, whose control socket it knows.
 """
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +15,11 @@ import zmq
 import zmq.asyncio
 
 from kvd.engines.sglang import handoff, inbox, messages
-from kvd.engines.sglang.messages import Abandoned, Offered, Refused, Wanted
-from kvd.errors import ErrorCode, refusal
+from kvd.engines.sglang.messages import Abandoned, Address, Offered, Refused, Wanted
+from kvd.engines.sglang.outbox import Outbox, tcp
+from kvd.errors import ErrorCode, Unavailable, refusal
 from kvd.limits import MAX_MESSAGE_BYTES, MAX_UNEXPECTED_ROOMS, MAX_UNREAD_ANSWERS
 from kvd.protocol import ticket as tickets
-
-Address = tuple[str, int]
 
 
 class Desk:
@@ -31,7 +31,7 @@ class Desk:
     def __init__(self, engine: Callable[[], tuple[Address, ...]]) -> None:
         self._engine = engine
         self._context = zmq.asyncio.Context()
-        self._outgoing: dict[Address, zmq.asyncio.Socket] = {}
+        self._outbox = Outbox(self._context)
         self._here: Address | None = None
         self._listening: asyncio.Task[None] | None = None
         self._waiting: dict[bytes, asyncio.Future[Offered]] = {}
@@ -56,11 +56,12 @@ class Desk:
         self._waiting.update(zip(nonces, told, strict=True))
         try:
             for rank, nonce in zip(ranks, nonces, strict=True):
-                await self._tell(rank, Wanted(room, nonce, 0, host, port))
+                self._outbox.send(rank, Wanted(room, nonce, 0, host, port))
             offered = await asyncio.gather(*told)
         except asyncio.CancelledError:
             for rank, nonce in zip(ranks, nonces, strict=True):
-                await self._tell(rank, Abandoned(room, nonce, "the router does not wait any more"))
+                with contextlib.suppress(Unavailable):  # what it offers ends with its time
+                    self._outbox.send(rank, Abandoned(room, nonce, "the router does not wait any more"))
             raise
         finally:
             for nonce in nonces:
@@ -77,11 +78,10 @@ class Desk:
         """Where engines answer: this process is on the host of the engine, whose address others reach."""
         if self._here is None:
             socket = self._context.socket(zmq.PULL)
-            place = f"[{host}]" if ":" in host else host
             socket.setsockopt(zmq.IPV6, ":" in host)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_ANSWERS)
-            self._here = host, socket.bind_to_random_port(f"tcp://{place}")
+            self._here = host, socket.bind_to_random_port(tcp(host))
             self._listening = asyncio.create_task(inbox.read(socket, self._answered))
         return self._here
 
@@ -96,13 +96,3 @@ class Desk:
                 told.set_exception(refusal(ErrorCode.PEER_LOST, f"the prefill engine does not send it: {reason}"))
             case _:
                 pass  # for a prefill engine
-
-    async def _tell(self, engine: Address, message: messages.Message) -> None:
-        socket = self._outgoing.get(engine)
-        if socket is None:
-            self._outgoing[engine] = socket = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IPV6, ":" in engine[0])
-            place = f"[{engine[0]}]" if ":" in engine[0] else engine[0]
-            socket.connect(f"tcp://{place}:{engine[1]}")
-        await socket.send(messages.encode(message))

@@ -68,9 +68,12 @@ def read(host: str) -> Handoff:
     """The handoff in a request's `bootstrap_host`.
 
     Raises:
-        BadRequest: `BAD_TICKET`, it is none, or was cut short.
+        BadRequest: `BAD_TICKET`, it is none, was cut short, or was read before.
 
     """
+    if host == HANDED:
+        text = "a request that a router handed over is prefilled once, and this one was retracted since: send it again"
+        raise refusal(ErrorCode.BAD_TICKET, text)
     text = host.removeprefix(PREFIX)
     try:
         return msgspec.json.decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=Handoff)

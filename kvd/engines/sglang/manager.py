@@ -8,22 +8,21 @@ from typing import Any
 
 import requests
 import torch
-import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg
-from sglang.srt.utils.network import NetworkAddress
 
 from kvd.engines.kernels import Event, record
 from kvd.engines.sglang import memory
 from kvd.engines.sglang.consumer import Consumer
 from kvd.engines.sglang.handoff import FirstToken
-from kvd.engines.sglang.messages import Message, encode
+from kvd.engines.sglang.messages import Address, Message
 from kvd.engines.sglang.metadata import Metadata
+from kvd.engines.sglang.outbox import Outbox
 from kvd.engines.sglang.producer import Producer
-from kvd.errors import ErrorCode, refusal
+from kvd.errors import ErrorCode, Unavailable, refusal
 from kvd.limits import MAX_PULL_TIMEOUT
 
 logger = logging.getLogger(__name__)
@@ -46,6 +45,7 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
         self._metadata = Metadata(args, checksums=get_disagg().disaggregation_enable_kv_checksum)
         _check(args, self._attached, self._metadata)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self._outbox = Outbox(self._zmq_ctx)
         transfers, settings = self._attached.transfers, self._attached.settings
         self.call, self.call_after, self.cancel = transfers.call, transfers.call_after, transfers.cancel
         if disaggregation_mode is DisaggregationMode.PREFILL:
@@ -75,9 +75,10 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
 
     def ready(self, room: int, prefix: int) -> None:
         """The decode side wants it, but for its first tokens."""
-        if room in self.request_status:  # else it is over, and this would make it anew, for good
-            self.req_to_decode_prefix_len[room] = prefix
-            self.update_status(room, KVPoll.WaitingForInput)
+        with self.failure_lock:  # a sender that is aborted lets its room go under it
+            if room in self.request_status:  # else it is over, and this would make it anew, for good
+                self.req_to_decode_prefix_len[room] = prefix
+                self.update_status(room, KVPoll.WaitingForInput)
 
     def sent(self, room: int) -> None:
         """The decode side has it."""
@@ -92,8 +93,9 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
         if isinstance(record, FirstToken):
             self._metadata.write(aux_index, room, record)
         else:
-            token = self._metadata.copy_in(aux_index, self._record(record))
-            if not 0 <= token < self.vocabulary:  # the engine would index with it
+            self._metadata.copy_in(aux_index, self._record(record))
+            token = self._metadata.unknown_token(aux_index, self.vocabulary)
+            if token is not None:  # the engine would index with it, or its tokenizer
                 self.failed(room, f"token {token} is not one of the {self.vocabulary} of this model")
         self.update_status(room, KVPoll.Success)
 
@@ -108,13 +110,12 @@ class KvdManager(CommonKVManager):  # type: ignore[misc]
         """Copies what is at `aux_index` of the engine's metadata into a record."""
         self._metadata.copy_out(aux_index, self._record(record))
 
-    def tell(self, host: str, port: int, message: Message) -> None:
+    def tell(self, engine: Address, message: Message) -> None:
         """Sends a message to another engine; what it does not get, it waits for until its time-out."""
-        address = NetworkAddress(host, port)
         try:
-            self._connect(address.to_tcp(), is_ipv6=address.is_ipv6).send(encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.warning("%r cannot be sent to the engine at %s:%s: %s", message, host, port, error)
+            self._outbox.send(engine, message)
+        except Unavailable as error:
+            logger.warning("%s", error.text)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,9 @@ from msgspec import Meta
 from kvd.limits import MAX_MESSAGE_BYTES
 from kvd.protocol.codec import Decoder
 
+Address: TypeAlias = tuple[str, int]
+"""Host and port of an engine's control socket."""
+
 Room: TypeAlias = Annotated[int, Meta(ge=0)]
 Nonce: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Reason: TypeAlias = Annotated[str, Meta(max_length=4096)]

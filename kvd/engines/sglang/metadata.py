@@ -31,13 +31,19 @@ class Metadata:
         """Copies the rows of this number into a record."""
         record.copy_(torch.cat([rows[number] for rows in self._rows]))
 
-    def copy_in(self, number: int, record: torch.Tensor) -> int:
-        """Copies a record into the rows of this number, and returns its first token."""
+    def copy_in(self, number: int, record: torch.Tensor) -> None:
+        """Copies a record into the rows of this number."""
         held, offset = record.cpu(), 0
         for rows, length in zip(self._rows, self._lengths, strict=True):
             rows[number].copy_(held[offset : offset + length])
             offset += length
-        return int(self._rows[_OUTPUT_IDS][number].view(torch.int32)[0])
+
+    def unknown_token(self, number: int, vocabulary: int) -> int | None:
+        """A token in the rows of this number, first or likely, that a model of `vocabulary` tokens has not."""
+        ids = (_OUTPUT_IDS, 1), (_LOGPROB_IDS, 1), (_TOP_IDS, None)
+        tokens = torch.cat([self._rows[kind][number].view(torch.int32)[:length] for kind, length in ids])
+        unknown = tokens[(tokens < 0) | (tokens >= vocabulary)]
+        return int(unknown[0]) if len(unknown) else None
 
     def write(self, number: int, room: int, first: FirstToken) -> None:
         """Writes what an engine of another kind has told into the rows of this number: nothing was cached there."""

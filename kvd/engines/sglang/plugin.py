@@ -74,7 +74,10 @@ def _handed_over(original: Callable[..., Any], queue: Any, req: Any, *args: Any,
     enqueued = original(queue, req, *args, **kwargs)
     if hasattr(enqueued.kv_receiver, "expect"):  # it is ours
         queue.kv_manager.forward_stream = getattr(queue.scheduler, "forward_stream", None)
-        enqueued.kv_receiver.expect(req.origin_input_ids, host, queue.scheduler.model_config.vocab_size)
+        prompt = req.origin_input_ids
+        if getattr(req, "pd_rebootstrap_in_progress", False):  # a pause retracted it: SGLang has it prefilled again
+            prompt = [*prompt, *req.output_ids]
+        enqueued.kv_receiver.expect(prompt, host, queue.scheduler.model_config.vocab_size)
     return enqueued
 
 

@@ -11,18 +11,15 @@ the engine's. Before that they are at once: of an offer that is never closed not
 import contextlib
 import secrets
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from kvd.client import Blocks, NotExtended, OfferRefused, Released
 from kvd.client.events import Event
-from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
+from kvd.engines.sglang.messages import Abandoned, Address, Message, Offered, Refused, Wanted
 from kvd.engines.sglang.records import Records
 from kvd.engines.sglang.spec import PAGES, RECORDS
 from kvd.errors import KvdError
 from kvd.limits import MAX_PARTS_PER_OFFER, MAX_RANKS, MAX_UNEXPECTED_ROOMS, SECRET_BYTES
-
-Place: TypeAlias = tuple[str, int]
-"""Where an engine's control socket is."""
 
 
 class PrefillEngine(Protocol):
@@ -40,7 +37,7 @@ class PrefillEngine(Protocol):
     def fill(self, record: int, aux_index: int) -> None:
         """Copies what is at `aux_index` of the engine's metadata into a record."""
 
-    def tell(self, host: str, port: int, message: Message) -> None:
+    def tell(self, engine: Address, message: Message) -> None:
         """Sends a message to a decode engine."""
 
     def cancel(self, offer: str) -> None:
@@ -49,7 +46,7 @@ class PrefillEngine(Protocol):
 
 @dataclass(slots=True)
 class _Room:
-    targets: dict[Place, Wanted] = field(default_factory=dict)
+    targets: dict[Address, Wanted] = field(default_factory=dict)
     """The ranks of the decode engine that want it."""
     expected: bool = False
     """Whether the engine has the request."""
@@ -85,7 +82,7 @@ class Producer:
         self._early = 0
         """How many want any of those."""
         self._offers: dict[str, tuple[int, _Room]] = {}
-        self._places: set[Place] = set()
+        self._places: set[Address] = set()
         """Where decode engines are that wanted what this engine had: others get no word, which takes a socket each."""
         self._records = Records()
         self._run = secrets.token_hex(4)
@@ -279,8 +276,8 @@ class Producer:
         for place, target in room.targets.items():
             self._tell(number, room, place, target)
 
-    def _tell(self, number: int, room: _Room, place: Place, target: Wanted) -> None:
-        self._engine.tell(*place, Offered(number, target.nonce, room.ticket, room.prompt))
+    def _tell(self, number: int, room: _Room, place: Address, target: Wanted) -> None:
+        self._engine.tell(place, Offered(number, target.nonce, room.ticket, room.prompt))
 
     def _end(self, number: int, room: _Room, reason: str) -> None:
         """Fails; if its offer may count, as soon as that has ended."""
@@ -315,7 +312,7 @@ class Producer:
     def _refuse(self, room: _Room, reason: str) -> None:
         for place, target in room.targets.items():
             if place in self._places:
-                self._engine.tell(*place, Refused(target.room, target.nonce, reason))
+                self._engine.tell(place, Refused(target.room, target.nonce, reason))
 
 
 def _rest(room: _Room, pages: list[int], first: int) -> tuple[Blocks, ...]:

@@ -118,7 +118,6 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
         if self.conclude_state == KVPoll.Success or self._reason:
             return
         if self._sent and self.conclude_state is None:
-            self.kv_mgr.record_failure(self.bootstrap_room, _ABORTED)
             self.kv_mgr.call(self.kv_mgr.producer.abandon, self.bootstrap_room, _ABORTED)
             return
         self.conclude_state = KVPoll.Failed

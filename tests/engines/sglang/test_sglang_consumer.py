@@ -9,7 +9,7 @@ import pytest
 from kvd.client import Blocks, Cancelled, Done, Failed, Freed
 from kvd.engines.sglang.consumer import Consumer
 from kvd.engines.sglang.handoff import FirstToken, Handoff, Params
-from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
+from kvd.engines.sglang.messages import Abandoned, Address, Message, Offered, Refused, Wanted
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.limits import MAX_RANKS, MAX_TRANSFER_RECORDS
 from kvd.protocol import ticket as tickets
@@ -77,8 +77,8 @@ class Engine:
     def call_after(self, kernels: Any, call: Callable[[], None]) -> None:
         self.later.append(call)
 
-    def tell(self, host: str, port: int, message: Message) -> None:
-        assert (host, port) == SOURCE
+    def tell(self, engine: Address, message: Message) -> None:
+        assert engine == SOURCE
         self.told.append(message)
 
     def cancel(self, pull: str) -> None:
@@ -366,7 +366,7 @@ RANKS = (SOURCE, ("prefill", 5))
 @pytest.fixture
 def ranks(side: Side, monkeypatch: pytest.MonkeyPatch) -> Side:
     """One whose prefill engine has two ranks."""
-    monkeypatch.setattr(side.engine, "tell", lambda host, port, message: side.engine.told.append(message))
+    monkeypatch.setattr(side.engine, "tell", lambda _engine, message: side.engine.told.append(message))
     side.consumer.want(ROOM, RANKS, PAGES, prefix=32, aux_index=9, prompt=PROMPT)
     return side
 

@@ -11,7 +11,7 @@ import zmq.asyncio
 from kvd.engines.redaction import _TICKET
 from kvd.engines.sglang import messages
 from kvd.engines.sglang.desk import Desk
-from kvd.engines.sglang.handoff import PREFIX, check, checksum, is_handoff, read, write
+from kvd.engines.sglang.handoff import HANDED, PREFIX, check, checksum, is_handoff, read, write
 from kvd.engines.sglang.messages import Abandoned, Offered, Refused, Wanted
 from kvd.engines.vllm.transfer_params import Prompt
 from kvd.engines.vllm.transfer_params import read as read_params
@@ -72,6 +72,11 @@ def test_a_handoff_that_cannot_be_read_is_refused(host: str) -> None:
     with pytest.raises(BadRequest) as caught:
         check(read(host), PROMPT, VOCABULARY)
     assert caught.value.code == ErrorCode.BAD_TICKET
+
+
+def test_a_handoff_that_was_read_before_is_refused_as_one_that_cannot_be_prefilled_again() -> None:
+    with pytest.raises(BadRequest, match="was retracted since: send it again"):
+        read(HANDED)
 
 
 def test_a_first_token_that_the_model_does_not_have_is_refused() -> None:

@@ -4,8 +4,9 @@ import logging
 import sys
 from collections.abc import Callable
 from enum import Enum
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -83,6 +84,23 @@ def test_the_classes_of_other_backends_are_sglangs(sglang: dict[str, Any]) -> No
     backends = sglang["sglang.srt.disaggregation.utils"].TransferBackend
     assert hook(lambda *asked: asked, backends.NIXL, Kind.MANAGER) == (backends.NIXL, Kind.MANAGER)
     assert hook(lambda *asked: asked, backends("kvd"), Kind.KVARGS) == (backends("kvd"), Kind.KVARGS)
+
+
+@pytest.mark.parametrize(
+    ("retracted", "prompt"),
+    [({}, [5, 6]), ({"pd_rebootstrap_in_progress": False}, [5, 6]), ({"pd_rebootstrap_in_progress": True}, [5, 6, 7])],
+)
+@pytest.mark.usefixtures("sglang")
+def test_the_prompt_of_a_request_that_is_prefilled_again_ends_with_what_it_had_computed(
+    retracted: dict[str, bool], prompt: list[int]
+) -> None:
+    register()
+    hook = HookRegistry.hooks["sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"]
+    queue, enqueued = MagicMock(), MagicMock()
+    queue.scheduler.model_config.vocab_size = 9
+    request = SimpleNamespace(bootstrap_host="prefill", origin_input_ids=[5, 6], output_ids=[7], **retracted)
+    assert hook(lambda *_, **__: enqueued, queue, request, is_rebootstrap=True) is enqueued
+    enqueued.kv_receiver.expect.assert_called_once_with(prompt, "prefill", 9)
 
 
 def test_an_sglang_of_another_kind_is_left_alone_with_a_warning(

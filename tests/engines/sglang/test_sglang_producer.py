@@ -7,7 +7,7 @@ import pytest
 
 from kvd.client import Blocks, NotExtended, OfferRefused, Released
 from kvd.engines.sglang import producer as module
-from kvd.engines.sglang.messages import Abandoned, Message, Offered, Refused, Wanted
+from kvd.engines.sglang.messages import Abandoned, Address, Message, Offered, Refused, Wanted
 from kvd.engines.sglang.producer import Producer
 from kvd.errors import ErrorCode, KvdError, refusal
 
@@ -83,8 +83,8 @@ class Engine:
     def fill(self, record: int, aux_index: int) -> None:
         self.filled[record] = aux_index
 
-    def tell(self, host: str, port: int, message: Message) -> None:
-        assert (host, port) == ("decode", 5)
+    def tell(self, engine: Address, message: Message) -> None:
+        assert engine == ("decode", 5)
         self.told.append(message)
 
     def cancel(self, offer: str) -> None:
@@ -280,7 +280,7 @@ def test_nothing_is_told_to_places_that_never_wanted_what_this_engine_had(
 ) -> None:
     """Who reaches its port could have it open a socket for each; an honest engine's dropped requests are refused."""
     monkeypatch.setattr(module, "MAX_UNEXPECTED_ROOMS", 2)
-    monkeypatch.setattr(side.engine, "tell", lambda host, port, message: side.engine.told.append((host, message)))
+    monkeypatch.setattr(side.engine, "tell", lambda engine, message: side.engine.told.append((engine[0], message)))
     for number in range(9):
         side.producer.told(Wanted(number, NONCE, 0, "made-up", 1 + number))
     side.producer.told(Wanted(9, NONCE, 0, "made-up", 5))
@@ -328,7 +328,7 @@ OTHER = Wanted(ROOM, b"m" * 16, 16, "decode", 6)
 @pytest.fixture
 def ranks(side: Side, monkeypatch: pytest.MonkeyPatch) -> Side:
     """One whose decode engine has two ranks."""
-    monkeypatch.setattr(side.engine, "tell", lambda host, port, message: side.engine.told.append(message))
+    monkeypatch.setattr(side.engine, "tell", lambda _engine, message: side.engine.told.append(message))
     return side
 
 

@@ -10,8 +10,13 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
+import zmq
 
+from kvd.client import Released
 from kvd.engines.sglang.messages import Offered, Refused, Wanted
+from kvd.engines.sglang.metadata import Metadata
+from kvd.engines.sglang.outbox import Outbox
 from kvd.engines.sglang.producer import Producer
 from kvd.errors import BadRequest
 from tests.engines.sglang.test_sglang_producer import Client
@@ -20,6 +25,8 @@ ROOM = 7
 PROMPT = list(range(100))
 PAGE = 16
 NONCE = b"n" * 16
+METADATA_BUFFERS = 7
+"""SGLang's first six, the last of them the likeliest tokens, and the room's."""
 
 
 class KVPoll(IntEnum):
@@ -41,7 +48,7 @@ class CommonKVManager:
 
     def update_status(self, room: int, status: KVPoll) -> None:
         known = self.request_status.get(room)
-        if known is None and status != KVPoll.Bootstrapping:
+        if known is None and status not in (KVPoll.Bootstrapping, KVPoll.WaitingForInput):
             return
         if known != KVPoll.Failed:
             self.request_status[room] = status if known is None or status == KVPoll.Failed else max(known, status)
@@ -124,7 +131,7 @@ class Side:
         self.client = Client()
         self.manager.call = lambda function, *args, **kwargs: self.calls.append(lambda: function(*args, **kwargs))
         self.manager.cancel = self.client.cancel
-        self.manager.tell = lambda _host, _port, message: self.told.append(message)
+        self.manager.tell = lambda _engine, message: self.told.append(message)
         self.manager.fill = lambda *_: None
         self.manager.producer = Producer(self.client, self.manager, offer_ttl=1.0)
 
@@ -212,6 +219,8 @@ def test_an_aborted_request_that_was_offered_keeps_its_room_until_its_offer_has_
     assert sender.poll() == KVPoll.WaitingForInput
     side.manager.producer._ended(side.client.offer, "withdrawn")
     assert sender.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="Aborted by AbortReq"):
+        sender.failure_exception()
 
 
 @pytest.mark.parametrize("prefix", [112, 2**31 - 1, 17], ids=["beyond the prompt", "far beyond it", "no whole page"])
@@ -233,18 +242,59 @@ def test_a_prefix_of_whole_pages_is_not_sent(side: Side) -> None:
     assert (pages.first, len(pages.ids)) == (6, 1)
 
 
+def record_of(buffer: int, place: int, token: int) -> torch.Tensor:
+    """A record with this token there, and zeros beside it."""
+    rows = torch.zeros((METADATA_BUFFERS, 16), dtype=torch.int32)
+    rows[buffer, place] = token
+    return rows.flatten().view(torch.int8)
+
+
+@pytest.mark.parametrize(("buffer", "place"), [(0, 0), (3, 0), (5, 15)], ids=["first", "with logprob", "likeliest"])
 @pytest.mark.parametrize(("token", "state"), [(9, KVPoll.Success), (10, KVPoll.Failed), (-1, KVPoll.Failed)])
-def test_a_record_whose_first_token_the_model_does_not_have_fails_its_request(
-    side: Side, token: int, state: KVPoll
+def test_a_record_with_a_token_that_the_model_does_not_have_fails_its_request(
+    side: Side, buffer: int, place: int, token: int, state: KVPoll
 ) -> None:
-    manager = side.manager
+    manager, rows = side.manager, [torch.zeros((4, 16), dtype=torch.int32) for _ in range(METADATA_BUFFERS)]
+    args = SimpleNamespace(
+        aux_data_ptrs=[each.data_ptr() for each in rows],
+        aux_data_lens=[each.nbytes for each in rows],
+        aux_item_lens=[each[0].nbytes for each in rows],
+    )
     manager.vocabulary = 10
-    manager._metadata = SimpleNamespace(copy_in=lambda *_: token)
-    manager._record = lambda _: None
+    manager._metadata = Metadata(args, checksums=False)
+    manager._record = lambda _: record_of(buffer, place, token)
     manager.update_status(ROOM, KVPoll.Bootstrapping)
     manager.landed(ROOM, 0, 3)
+    assert rows[buffer][3, place] == token
     assert manager.request_status[ROOM] == state
-    assert ("is not one of the 10" in manager.failure_records.get(ROOM, "")) == (state == KVPoll.Failed)
+    assert (f"token {token} is not one of the 10" in manager.failure_records.get(ROOM, "")) == (state == KVPoll.Failed)
+
+
+def test_a_room_that_is_let_go_while_its_readiness_waits_is_not_made_anew(side: Side) -> None:
+    class AfterItsAbort:
+        """A lock that is had once the engine's thread has aborted the request."""
+
+        def __enter__(self) -> None:
+            side.manager.request_status.pop(ROOM)
+
+        def __exit__(self, *_: object) -> None: ...
+
+    side.manager.update_status(ROOM, KVPoll.Bootstrapping)
+    side.manager.failure_lock = AfterItsAbort()
+    side.manager.ready(ROOM, 0)
+    assert (side.manager.request_status, side.manager.req_to_decode_prefix_len) == ({}, {})
+
+
+def test_a_request_that_is_aborted_when_its_cache_was_just_read_leaves_nothing(side: Side) -> None:
+    sender = side.wanted(0)
+    side.send(sender)
+    side.manager.producer.on_event(Released(side.client.offer, "read"))
+    sender.abort()
+    side.run()
+    assert sender.poll() == KVPoll.Success
+    sender.clear()
+    side.run()
+    assert (side.manager.request_status, side.manager.failure_records) == ({}, {})
 
 
 @pytest.mark.parametrize(("policy", "refused"), [("prefill_complete", True), ("eager", False)])
@@ -257,3 +307,13 @@ def test_a_decode_server_that_would_reserve_pages_only_after_the_prefill_is_refu
     text = "--disaggregation-decode-allocation-policy prefill_complete" if refused else "8 bytes go with a request"
     with pytest.raises(BadRequest, match=text):
         manager._check(SimpleNamespace(state_types=[]), attached, SimpleNamespace(record_bytes=8))
+
+
+def test_a_message_that_cannot_be_sent_is_logged_and_ends_nothing(
+    sglang: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = object.__new__(sglang["manager"].KvdManager)
+    with zmq.Context() as context:
+        manager._outbox = Outbox(context)
+        manager.tell(("no host", 5), Refused(ROOM, NONCE, "no memory"))
+    assert "cannot be sent to the engine at no host:5" in caplog.text

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvd.cli.arguments import picture
 from kvd.engines.demo.timeline import AT_ONCE, IN_TURN, WIDTH, Timeline, as_table, plot
 from tests.vllm.testbed.catalog import make_prompt, write_models
 from tests.vllm.testbed.client import complete, make_body, prefill
@@ -78,7 +79,7 @@ async def traced(folder: Path) -> list[Timeline]:
 def main() -> int:
     """Draws it and prints when what came."""
     parser = argparse.ArgumentParser(prog="python -m tests.vllm.testbed.timeline", description=__doc__)
-    parser.add_argument("--plot", type=Path, metavar="FILE", default=Path("build/timeline.png"), help="the picture")
+    parser.add_argument("--plot", type=picture, metavar="FILE", default="build/timeline.png", help="the picture")
     path = parser.parse_args().plot
     with tempfile.TemporaryDirectory(prefix="kvd-vllm-") as folder:
         lines = asyncio.run(traced(Path(folder)))
