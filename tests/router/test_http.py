@@ -425,6 +425,21 @@ async def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
         client.close()
 
 
+async def test_a_client_that_takes_nothing_of_the_models_is_given_up(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "CLIENT_SECONDS", 0.2)
+
+    async def telling(server: Scripted, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b"x" * limits.PROBE_BYTES)
+
+    monkeypatch.setattr(Scripted, "handle", telling)
+    async with routed([prefilled], [decoded]) as stage:
+        with connect(stage) as client:
+            await asyncio.get_running_loop().sock_sendall(client, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            connections = stage.server._connections
+            await until(lambda: len(connections._open) == 1)
+            await until(lambda: not connections._open)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the servers of the test and the router share one core with others
 async def test_a_thousand_clients_that_are_slow_or_vanish_leave_nothing(many_clients: list[socket.socket]) -> None:

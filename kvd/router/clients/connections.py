@@ -129,6 +129,12 @@ class Connection(web.RequestHandler):
         return super().handle_error(request, status, exc, message)
 
 
+def connection_of(request: web.BaseRequest) -> Connection:
+    """The one that `request` came by."""
+    assert isinstance(request.protocol, Connection)  # noqa: S101  # the port makes no others
+    return request.protocol
+
+
 def client_of(host: str) -> str:
     """Whose the address `host` is: one IPv6 client has a whole /64 of them."""
     address = ipaddress.ip_address(host.partition("%")[0])
