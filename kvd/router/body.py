@@ -160,8 +160,8 @@ class Body:
         if (brackets := sum(opened.values())) > limits.BRACKETS:
             text = f"the fields other than {_LONG_NAMES} have {brackets} opening brackets"
             raise refusal(ErrorCode.TOO_LARGE, f"{text}; at most {limits.BRACKETS} are taken")
-        for name, text in others.items():
-            if opened[name] > limits.DEPTH and _depth(text) > limits.DEPTH:
+        for name, field in others.items():
+            if opened[name] > limits.DEPTH and _depth(field) > limits.DEPTH:
                 raise refusal(ErrorCode.BAD_MESSAGE, f"{name} is nested too deeply; {limits.DEPTH} levels are taken")
 
     def _count_prompts(self, name: str) -> int:

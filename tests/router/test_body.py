@@ -12,8 +12,7 @@ from kvd.errors import BadRequest, ErrorCode
 from kvd.router import limits
 from kvd.router.body import Body
 from kvd.router.engines import Engine, Prefilled, place
-from kvd.router.legs import told
-from kvd.router.servers import Servers
+from kvd.router.legs import read
 
 PARAMS = msgspec.Raw(b'{"kvd_ticket": "T",  "x": 1e400}')
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda some: st.lists(some, max_size=3))
@@ -244,11 +243,8 @@ def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
     assert json.loads(Body(b'\xef\xbb\xbf{"prompt": "a"}').for_decode(None)) == {"prompt": "a"}
 
 
-VLLMS, SGLANGS = Servers("decode", ["http://a:1"]), Servers("decode", ["sglang://a:1"])
-
-
 def test_parameters_of_an_answer_keep_their_bytes() -> None:
-    found = told(b'{"choices": [], "kv_transfer_params": {"a" : 1.00}}', VLLMS)
+    found = read(b'{"choices": [], "kv_transfer_params": {"a" : 1.00}}', with_token=False)
     assert found is not None
     assert bytes(found.params) == b'{"a" : 1.00}'
 
@@ -259,5 +255,5 @@ def test_parameters_of_an_answer_keep_their_bytes() -> None:
     ids=lambda answer: answer[:30].decode(),
 )
 def test_an_answer_without_parameters_has_none(answer: bytes) -> None:
-    assert told(answer, VLLMS) is None
-    assert told(answer, SGLANGS) is None
+    assert read(answer, with_token=False) is None
+    assert read(answer, with_token=True) is None

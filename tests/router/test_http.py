@@ -74,8 +74,8 @@ async def fall_to(tasks: int, descriptors: int) -> None:
 
 
 async def test_it_is_ready_when_a_server_of_each_role_answers(monkeypatch) -> None:
-    monkeypatch.setattr("kvd.router.clients.http.PROBE_SECONDS", 0.0)
     async with routed([prefilled, prefilled], [decoded]) as stage:
+        monkeypatch.setattr(limits, "PROBE_SECONDS", 0.0)
         assert await stage.get("/healthz") == (200, "alive\n")
         assert await stage.get("/readyz") == (200, "ready\n")
         stage.server._health._groups[0].all[0].place = place("http://127.0.0.1:1")
@@ -169,8 +169,8 @@ async def test_load_balancers_may_ask_with_head(path: str) -> None:
 
 
 async def test_health_is_what_a_client_of_vllm_expects_of_it(monkeypatch) -> None:
-    monkeypatch.setattr("kvd.router.clients.http.PROBE_SECONDS", 0.0)
     async with routed([prefilled], [decoded]) as stage:
+        monkeypatch.setattr(limits, "PROBE_SECONDS", 0.0)
         assert (await stage.get("/health"))[0] == 200
         stage.server._decodes.all[0].place = place("http://127.0.0.1:1")
         assert (await stage.get("/health"))[0] == 503

@@ -17,7 +17,6 @@ from kvd.router.clients.completions import Completions
 from kvd.router.clients.connections import Connection, Connections, connection_of
 from kvd.router.clients.headers import passed_on
 from kvd.router.clients.intake import Intake
-from kvd.router.limits import PROBE_SECONDS
 from kvd.router.metrics import Metrics
 from kvd.router.reply import error_answer
 from kvd.router.route import Router
@@ -34,13 +33,13 @@ class Health:
         self._groups = groups
         self._upstream = upstream
         self._lock = asyncio.Lock()
-        self._asked = -PROBE_SECONDS
+        self._asked = -limits.PROBE_SECONDS
         self._reasons: list[str] = []
 
     async def reasons(self) -> list[str]:
         """Why the router is not ready, a line for each role of which no server is healthy."""
         async with self._lock:
-            if time.monotonic() - self._asked >= PROBE_SECONDS:
+            if time.monotonic() - self._asked >= limits.PROBE_SECONDS:
                 self._reasons = [reason for servers in self._groups if (reason := await self._why_not(servers))]
                 self._asked = time.monotonic()
             return self._reasons
