@@ -311,7 +311,7 @@ class Driver:
             self._connection.open(self._attach, kept)
             self._watch(self._connection.filenos())
         except OSError as error:
-            text = f"cannot connect to {self._path}: {error.strerror}"
+            text = f"cannot connect to {self._path}: {error.strerror or error}"
             self._not_connected(refusal(ErrorCode.DAEMON_LOST, text), now)
         except KvdError as error:
             if error.code is ErrorCode.NOT_PERMITTED:
