@@ -120,6 +120,9 @@ class AsyncWorker(WaitingSession):
     def _turn(self) -> None:
         """Something is readable."""
         self._step(time.monotonic())
+        self._wake()
+
+    def _wake(self) -> None:
         for waiter in self._waiters:
             _set(waiter)
 
@@ -128,7 +131,8 @@ class AsyncWorker(WaitingSession):
         self._turn()
 
     def _step(self, now: float) -> None:
-        self._driver.step(now)
+        if self._driver.step(now):  # what came may be for others, and makes no descriptor readable again
+            self._wake()
         due = now if self._driver.unread else self._driver.next_timer()
         if self._driver.unsent:
             due = min(due, now + UNSENT_SECONDS)

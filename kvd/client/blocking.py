@@ -22,7 +22,8 @@ class Worker(WaitingSession):
         """Attaches as `name` and maps the pool that `spec` describes; waits for a daemon that is still starting.
 
         Raises:
-            BadRequest: the daemon refused: `BAD_SPEC`, `BAD_VERSION`, `NOT_PERMITTED`, ...
+            BadRequest: the daemon refused: `BAD_SPEC`, `BAD_VERSION`, `NOT_PERMITTED`, ...; `BAD_CONFIG`, the path is
+                too long for a socket.
             Unavailable: not attached within `timeout` seconds: `DAEMON_LOST`, nobody answers; else the last refusal
                 (`POOL_BUSY`, another process has this name; `OVERLOADED`, not enough memory).
 

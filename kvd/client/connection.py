@@ -11,7 +11,7 @@ from kvd import foreign
 from kvd.errors import ErrorCode, KvdError, Unavailable, error_from_code, refusal
 from kvd.net.options import Kind, apply, is_readable
 from kvd.net.stream import FrameStream
-from kvd.net.unix import Credentials, credentials, readable
+from kvd.net.unix import MAX_PATH_BYTES, Credentials, credentials, readable
 from kvd.protocol import codec
 from kvd.protocol.worker import Attach, Attached, Detach, Detached, Refused
 
@@ -25,9 +25,17 @@ class Phase(Enum):
 
 
 class Connection:
-    """Connects to the daemon at `path`; after a loss it is ready to connect again."""
+    """Connects to the daemon at `path`; after a loss it is ready to connect again.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, the path is too long for a socket.
+
+    """
 
     def __init__(self, path: str) -> None:
+        if (length := len(os.fsencode(path))) > MAX_PATH_BYTES:
+            text = f"the socket path {path!r} has {length} bytes; a socket's has at most {MAX_PATH_BYTES}"
+            raise refusal(ErrorCode.BAD_CONFIG, text)
         self.phase = Phase.DOWN
         self._path = path
         self._context = zmq.Context()

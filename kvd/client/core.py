@@ -224,7 +224,7 @@ class Core:
                 if kind is Kind.OFFER:
                     self.events.put(self._offers.offered(request, ticket))
             case wire.Extended(call):
-                self._calls.ended(call)
+                self._calls.answered(call)
             case wire.Error() as error:
                 self._refused(error)
             case wire.Status(call, report):
@@ -279,8 +279,8 @@ class Core:
             text = f"{request!r} names an open pull or offer of this worker; use a new name"
             raise refusal(ErrorCode.DUPLICATE_REQUEST, text)
         if request in self.events:  # its events would be taken for those of the next one
-            text = f"{request!r} names a pull or offer of which poll() has more to tell; poll first, or use a new name"
-            raise refusal(ErrorCode.DUPLICATE_REQUEST, text)
+            text = f"{request!r} names a pull or offer of which poll() or offer() has more to tell"
+            raise refusal(ErrorCode.DUPLICATE_REQUEST, f"{text}; poll first, or use a new name")
 
     def _forget(self, request: str) -> None:
         """Drops the calls of a request that has ended, and what the daemon does not know of it."""

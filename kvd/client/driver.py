@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvd import limits
 from kvd.client.connection import Connection, Phase
 from kvd.client.core import Core
 from kvd.client.pool import Pool, map_pool
+from kvd.client.reading import Reading
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError, Unavailable, refusal
 from kvd.protocol.worker import Attach, Attached, Detached
 
@@ -87,8 +87,7 @@ class Driver:
         self._lent_by = 0
         """The run of the daemon that this worker was attached to last; 0 if it never was."""
         self._attached_at = 0.0
-        self._stepped_at = self._looked = self._looks_until = 0.0
-        """When `step` was last called; until when all that had come is read for sure; when that can be said again."""
+        self._reading = Reading()
         self._retry_at = 0.0
         self._retry_after = 0.0
 
@@ -112,7 +111,7 @@ class Driver:
     def next_timer(self) -> float:
         """When `step` has something to do although nothing is readable, on the clock of `time.monotonic`."""
         retry = self._retry_at if self._connection.phase is Phase.DOWN and self._looks_for_daemon else float("inf")
-        return min(max(self.core.next_timer, self._looks_until), retry)
+        return min(max(self.core.next_timer, self._reading.next_at), retry)
 
     def no_answer(self, timeout: float) -> KvdError:
         """The error for an attach that did not succeed in time."""
@@ -138,25 +137,27 @@ class Driver:
         if self.failed is not None:  # a new error each time: what is raised keeps its callers' frames
             raise refusal(self.failed.code, self.failed.text)
 
-    def step(self, now: float) -> None:
-        """Does all that can be done now without waiting."""
+    def step(self, now: float) -> bool:
+        """Does all that can be done now without waiting. Returns whether anything came, for whoever waits."""
+        came = False
         if self._connection.phase is Phase.ATTACHED:
             ready = self._poller.poll(0)
             if self._connection.unread or ready:
-                self._receive(now, session=self._watched[0] in dict(ready))
+                came = self._receive(now, session=self._watched[0] in dict(ready))
         elif self._connection.phase is Phase.ATTACHING:
             self._connection.flush()
-            if self._poller.poll(0):
+            if came := bool(self._poller.poll(0)):
                 self._receive_session(now)
         elif now >= self._retry_at and self._looks_for_daemon:
             self._retry(now)
-        self._look(now)
-        if self._looked >= self.core.next_timer:
-            self.core.on_time(self._looked)
-            if self.core.lost_notifications(self._looked):
+        self._reading.step(now, unread=self._connection.unread)
+        if (until := self._reading.until) >= self.core.next_timer:
+            self.core.on_time(until)
+            if self.core.lost_notifications(until):
                 self._drop(refusal(ErrorCode.DAEMON_LOST, "notifications are missing; attaching again"), now)
         if self.connected:
             self._send_frames(now)  # last, so that the core's frames of this step are sent in it
+        return came
 
     def wait_readable(self, until: float) -> None:
         """Waits until there is something to do, or until `until`; for clients without a loop."""
@@ -211,36 +212,24 @@ class Driver:
         """Whether it attaches again, or, if it may not, waits for the daemon's end, with which its requests end."""
         return not self.closed and (self.failed is None or self.core.has_requests)
 
-    def _look(self, now: float) -> None:
-        """After a standstill of this process or its engine, what came in time may wait in a socket: it gets a moment.
-
-        If every step follows one, what was there at the last step has been read now.
-        """
-        before, self._stepped_at = self._stepped_at, now
-        if self._connection.unread:
-            self._looks_until = now + limits.LAST_LOOK_SECONDS
-        elif now - before > limits.STANDSTILL_SECONDS:
-            self._looked, self._looks_until = before, now + limits.LAST_LOOK_SECONDS
-        elif now >= self._looks_until:
-            self._looked = now
-
     def _send_frames(self, now: float) -> None:
         self._outbox.extend(self.core.take_frames(now))
         while self._outbox and self._connection.send(self._outbox[0]):
             self._outbox.popleft()
 
-    def _receive(self, now: float, *, session: bool) -> None:
-        """Receives frames, then if `session` is readable and no more are left, from that."""
+    def _receive(self, now: float, *, session: bool) -> bool:
+        """Receives frames, then if `session` is readable and no more are left, from that. Returns whether any came."""
         try:
-            for _ in range(FRAMES_PER_STEP):
+            for number in range(FRAMES_PER_STEP):
                 frame = self._connection.receive()
                 if frame is None:
                     if session:
                         self._receive_session(now)  # last, so that the daemon's final frames come before its end
-                    return
+                    return session or number > 0
                 self.core.on_frame(frame, now)
         except BadRequest as error:
             self._drop(error, now)
+        return True
 
     def _receive_session(self, now: float) -> None:
         try:
@@ -322,7 +311,7 @@ class Driver:
             self._connection.open(self._attach, kept)
             self._watch(self._connection.filenos())
         except OSError as error:
-            text = f"cannot connect to {self._path}: {error.strerror}"
+            text = f"cannot connect to {self._path}: {error.strerror or error}"
             self._not_connected(refusal(ErrorCode.DAEMON_LOST, text), now)
         except KvdError as error:
             if error.code is ErrorCode.NOT_PERMITTED:

@@ -1,13 +1,16 @@
 """What earlier attempts at a request left for the next one."""
 
+import time
 from dataclasses import dataclass, field
 
 import msgspec
 
+from kvd.router import limits
+from kvd.router.answer import ServerFailed
 from kvd.router.engines import Prefilled
 from kvd.router.growing import Early
 from kvd.router.legs import Meeting
-from kvd.router.servers import Server
+from kvd.router.servers import Server, rest, served, unknown
 
 
 @dataclass(slots=True)
@@ -46,8 +49,39 @@ class Attempts:
     left: bool = False
     """The client has left."""
 
+    def failed(self, failure: ServerFailed) -> None:
+        """A server has failed the request."""
+        self.tried.add(failure.server)
+        if failure.lost:
+            self._is_at_fault(failure.server)
+        else:
+            self.suspects.add(failure.server)
+
+    def served(self, server: Server) -> None:
+        """The request can be served, as `server` has: so those of its role that failed are at fault."""
+        served(server)
+        for suspect in [one for one in self.suspects if one.role == server.role]:
+            self.suspects.remove(suspect)
+            self._is_at_fault(suspect)
+
+    def find_out_no_more(self) -> None:
+        """Leaves what the request has not found out to the next ones: its client has left, or it is at fault itself.
+
+        Such are also those that the server refused, which says nothing of others.
+
+        Not so if its client has left, and has waited for so long that it may have left for that.
+        """
+        now = time.monotonic()
+        for server, (asked, until) in self.finds_out.items():
+            if not self.left or now - asked < limits.REST_SECONDS:
+                unknown(server, until)
+
     def leave(self) -> None:
         """Ends the meeting, if there is one."""
         if self.meeting is not None:
             self.meeting.end()
             self.meeting = None
+
+    def _is_at_fault(self, server: Server) -> None:
+        self.finds_out.pop(server, None)
+        rest(server, time.monotonic())

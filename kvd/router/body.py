@@ -13,14 +13,13 @@ import msgspec
 from kvd.errors import ErrorCode, refusal
 from kvd.limits import MAX_CONSUMERS
 from kvd.router import affinity, limits
-from kvd.router.engines import Engine, Place, Prefilled, handed_fields, room_fields
+from kvd.router.engines import NULL, Engine, Place, Prefilled, decode, handed_fields, room_fields
 
 Fields = dict[str, msgspec.Raw]
 
 _PREFILL: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 """What vLLM's P/D connectors are told."""
 
-NULL: Final = msgspec.Raw(b"null")
 _NOTHING: Final = msgspec.Raw(b"")
 _ONE: Final = msgspec.Raw(b"1")
 _PROMPT_FIELDS: Final = ("prompt", "prompt_embeds")
@@ -49,7 +48,8 @@ class Body:
     """The JSON object `data`, with `fields` not decoded further.
 
     Raises:
-        BadRequest: `BAD_MESSAGE`, it is no JSON object, or one that cannot be prefilled here and decoded there.
+        BadRequest: `BAD_MESSAGE`, it is no JSON object, or one that cannot be prefilled here and decoded there;
+            `TOO_LARGE`, fields other than prompts and messages have too many bytes or brackets.
 
     """
 
@@ -65,9 +65,7 @@ class Body:
         if len(self.fields) > limits.FIELDS:
             text = f"the body has {len(self.fields)} fields; at most {limits.FIELDS} are taken"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
-        for name in self.fields:
-            if name not in _Long.__struct_fields__:
-                self._check_depth(name)
+        self._check_nesting()
         if bytes(self.fields.pop("kv_transfer_params", NULL)) != bytes(NULL):
             text = "kv_transfer_params is set by the router, which gets it from a prefill server: leave it out"
             raise refusal(ErrorCode.BAD_MESSAGE, text)
@@ -155,11 +153,16 @@ class Body:
     def _is_true(self, name: str) -> bool:
         return bytes(self.fields.get(name, NULL)).strip(b'"').lower() in _TRUE
 
-    def _check_depth(self, name: str) -> None:
-        """Refuses a field that is nested so deeply that a server's engine may die of it."""
-        text = bytes(self.fields[name])
-        if text.count(b"[") + text.count(b"{") > limits.DEPTH and _depth(text) > limits.DEPTH:
-            raise refusal(ErrorCode.BAD_MESSAGE, f"{name} is nested too deeply; {limits.DEPTH} levels are taken")
+    def _check_nesting(self) -> None:
+        """Refuses fields in which it takes long to look for their levels, or so deep that a server's engine may die."""
+        others = {name: bytes(field) for name, field in self.fields.items() if name not in _Long.__struct_fields__}
+        opened = {name: text.count(b"[") + text.count(b"{") for name, text in others.items()}
+        if (brackets := sum(opened.values())) > limits.BRACKETS:
+            text = f"the fields other than {_LONG_NAMES} have {brackets} opening brackets"
+            raise refusal(ErrorCode.TOO_LARGE, f"{text}; at most {limits.BRACKETS} are taken")
+        for name, field in others.items():
+            if opened[name] > limits.DEPTH and _depth(field) > limits.DEPTH:
+                raise refusal(ErrorCode.BAD_MESSAGE, f"{name} is nested too deeply; {limits.DEPTH} levels are taken")
 
     def _count_prompts(self, name: str) -> int:
         """How many prompts the field has, 2 if more. A list of strings or lists has several, one of token ids one."""
@@ -197,6 +200,9 @@ class _Long(msgspec.Struct):
     documents: msgspec.Raw = _NOTHING
 
 
+_LONG_NAMES: Final = ", ".join(_Long.__struct_fields__)
+
+
 class _FirstTwo(msgspec.Struct, array_like=True):
     """The first two of a list; others are not made."""
 
@@ -217,7 +223,7 @@ def _check_size(data: bytes) -> None:
     found: _Long = decode(data, _Long)
     others = len(data) - sum(memoryview(field).nbytes for field in msgspec.structs.astuple(found))
     if others > limits.FIELDS_BYTES:
-        text = f"the fields other than {', '.join(_Long.__struct_fields__)} have {others} bytes"
+        text = f"the fields other than {_LONG_NAMES} have {others} bytes"
         raise refusal(ErrorCode.TOO_LARGE, f"{text}; at most {limits.FIELDS_BYTES} are taken")
 
 
@@ -252,21 +258,6 @@ def seconds_of(params: msgspec.Raw) -> float:
     except msgspec.DecodeError:
         return 0.0
     return kept
-
-
-def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
-    """`data` as `kind`.
-
-    Raises:
-        msgspec.DecodeError: It is another one, no JSON, or nested more deeply than this process can follow.
-
-    """
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except RecursionError as error:
-        raise msgspec.DecodeError("it is nested too deeply") from error
-    except UnicodeDecodeError as error:  # of a field's name; values are looked into by servers
-        raise msgspec.DecodeError(f"it is no UTF-8: {error.reason}") from error
 
 
 def new_room() -> int:

@@ -27,8 +27,8 @@ from multidict import CIMultiDict
 
 from kvd.router import limits
 from kvd.router.answer import ServerFailed
-from kvd.router.body import NULL, Request, knows_turns, seconds_of
-from kvd.router.engines import Engine, Prefilled
+from kvd.router.body import Request, knows_turns, seconds_of
+from kvd.router.engines import NULL, Engine, Prefilled
 from kvd.router.legs import read
 from kvd.router.metrics import Metrics, Turn
 from kvd.router.servers import Server

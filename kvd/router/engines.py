@@ -17,6 +17,8 @@ from yarl import URL
 
 from kvd.errors import ErrorCode, refusal
 
+NULL: Final = msgspec.Raw(b"null")
+
 BOOTSTRAP_PORT: Final = 8998
 """SGLang's default."""
 
@@ -113,12 +115,12 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    kv_transfer_params: msgspec.Raw = NULL
     choices: list[_Choice] = []
 
 
 class _Params(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    kv_transfer_params: msgspec.Raw = NULL
 
 
 def prefilled_of(answer: bytes, *, with_token: bool) -> Prefilled | None:
@@ -130,9 +132,9 @@ def prefilled_of(answer: bytes, *, with_token: bool) -> Prefilled | None:
 
     """
     if not with_token:
-        params = _decode(answer, _Params).kv_transfer_params
+        params = decode(answer, _Params).kv_transfer_params
         return Prefilled(params.copy()) if _is_object(params) else None
-    found: _Answer = _decode(answer, _Answer)
+    found: _Answer = decode(answer, _Answer)
     if not _is_object(found.kv_transfer_params) or not (found.choices and found.choices[0].token_ids):
         return None
     choice = found.choices[0]
@@ -160,8 +162,16 @@ def _ranked(top: dict[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(tokens, key=lambda pair: -pair[1]))
 
 
-def _decode(data: bytes, kind: Any) -> Any:
+def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
+    """`data` as `kind`.
+
+    Raises:
+        msgspec.DecodeError: It is another one, no JSON, or nested more deeply than this process can follow.
+
+    """
     try:
         return msgspec.json.decode(data, type=kind)
-    except (RecursionError, UnicodeDecodeError) as error:
-        raise msgspec.DecodeError(str(error)) from error
+    except RecursionError as error:
+        raise msgspec.DecodeError("it is nested too deeply") from error
+    except UnicodeDecodeError as error:  # of a field's name; values are looked into by servers
+        raise msgspec.DecodeError(f"it is no UTF-8: {error.reason}") from error

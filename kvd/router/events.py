@@ -11,12 +11,11 @@ from typing import Final
 import msgspec
 
 from kvd.router import limits
-from kvd.router.body import NULL, decode
+from kvd.router.engines import NULL, decode
 
 ENDS: Final = (b"\r\n\r\n", b"\n\n", b"\r\r")
 """What may end an event."""
 _END: Final = re.compile(b"|".join(ENDS))
-_ALL_ENDED: Final = re.compile(b"(?s:.*)(?:%s)" % b"|".join(ENDS))
 _EMPTY: Final = {b'""', b"null", b"[]"}
 
 
@@ -62,8 +61,7 @@ class Errors:
     def are_in(self, part: bytes) -> bool:
         """Whether an event that ends in this part of the stream says an error. A very long one does not."""
         events = self._begun + part
-        ended = _ALL_ENDED.match(events)
-        begun = events[ended.end() if ended else 0 :]
+        begun = events[max(events.rfind(end) + len(end) if end in events else 0 for end in ENDS) :]
         self._begun = begun if len(begun) <= limits.ERROR_EVENT_BYTES else b""
         # Looked for first: hardly any part says it, and within a text the quotes are escaped.
         return b'"error"' in events and any(_said(event) is Said.ERROR for event in _END.split(events))

@@ -14,8 +14,8 @@ import msgspec
 
 from kvd.router import limits
 from kvd.router.answer import Whole
-from kvd.router.body import Request, decode
-from kvd.router.engines import Prefilled
+from kvd.router.body import Request
+from kvd.router.engines import Prefilled, decode
 from kvd.router.servers import Server
 
 _RANDOM_BYTES: Final = 24

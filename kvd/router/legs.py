@@ -12,14 +12,9 @@ from kvd.errors import ErrorCode
 from kvd.router import limits
 from kvd.router.answer import ServerFailed, Whole
 from kvd.router.body import Request, new_room
-from kvd.router.engines import Engine, Prefilled, prefilled_of
-from kvd.router.servers import Server, Servers
+from kvd.router.engines import Prefilled, prefilled_of
+from kvd.router.servers import Server
 from kvd.router.upstream import Sent, Upstream
-
-
-def told(answer: bytes, decode: Servers) -> Prefilled | None:
-    """What a prefill server's answer tells the servers `decode`; None if it does not tell what they need."""
-    return read(answer, with_token=decode.have(Engine.SGLANG))
 
 
 class Meeting:

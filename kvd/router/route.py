@@ -23,10 +23,10 @@ from kvd.router.conversations import Conversations
 from kvd.router.engines import Engine, Prefilled
 from kvd.router.events import Errors
 from kvd.router.growing import Producers
-from kvd.router.legs import Meeting, told
+from kvd.router.legs import Meeting, read
 from kvd.router.metrics import Metrics
 from kvd.router.reply import ClientGone, Reply
-from kvd.router.servers import Server, Servers, ask, rest, served, unknown
+from kvd.router.servers import Server, Servers, ask
 from kvd.router.upstream import Sent, Upstream
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Router:
             self._leave(request, attempts)
             self._release(request, attempts)
             attempts.leave()
-            _find_out_no_more(attempts)
+            attempts.find_out_no_more()
 
     def _check(self, request: Request) -> None:
         """Refuses what SGLang does not take over from a prefill."""
@@ -206,19 +206,20 @@ class Router:
             await _pass_on(found, client)
             return False
         attempts.prefilled = found
-        self._served(server, attempts)
+        attempts.served(server)
         return True
 
     async def _prefill_answer(
         self, request: Request, server: Server, offer: str, turn: msgspec.Raw | None = None
     ) -> Prefilled | Whole:
         """What the server answers; of a refusal all of it, for the client."""
-        body = request.body.for_prefill(offer, turn, with_token=self._decode.have(Engine.SGLANG))
+        with_token = self._decode.have(Engine.SGLANG)
+        body = request.body.for_prefill(offer, turn, with_token=with_token)
         async with self._upstream.post(server, request.path, body, request.headers, Sent()) as answer:
             if answer.status != HTTPStatus.OK:
                 return await answer.refusal()
             whole = await answer.read(limits.PREFILL_ANSWER_BYTES)
-        prefilled = told(whole, self._decode)
+        prefilled = read(whole, with_token=with_token)
         if prefilled is None:
             text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
             raise ServerFailed(ErrorCode.PEER_LOST, server, text)
@@ -243,7 +244,7 @@ class Router:
             attempts.prefilled, attempts.taken, attempts.answered = None, True, True
             if early is not None:
                 self._metrics.early.labels("done").inc()
-            self._served(server, attempts)
+            attempts.served(server)
             attempts.asked_first = server
             self._release(request, attempts)
             self._metrics.first_token_seconds.observe(time.monotonic() - request.arrived)
@@ -283,7 +284,7 @@ class Router:
         elif isinstance(early.failure, ServerFailed):
             self._note(early.failure, attempts)
         if attempts.taken and not early.answer.done():
-            self._served(early.server, attempts)
+            attempts.served(early.server)
         if attempts.taken and (early.is_as_told or not early.answer.done()):
             early.answer.cancel()
         else:
@@ -292,21 +293,10 @@ class Router:
     def _has_prefilled(self, server: Server, prefilled: Prefilled, attempts: Attempts) -> None:
         """`server` has answered that."""
         self._producers.learn(server, prefilled.params)
-        self._served(server, attempts)
-
-    def _served(self, server: Server, attempts: Attempts) -> None:
-        """The request can be served: so those of this role that failed are at fault."""
-        served(server)
-        for suspect in [one for one in attempts.suspects if one.role == server.role]:
-            attempts.suspects.remove(suspect)
-            _fails(suspect, attempts)
+        attempts.served(server)
 
     def _note(self, failure: ServerFailed, attempts: Attempts) -> None:
-        attempts.tried.add(failure.server)
-        if failure.lost:
-            _fails(failure.server, attempts)
-        else:
-            attempts.suspects.add(failure.server)
+        attempts.failed(failure)
         self._metrics.failures.labels(failure.server.role, failure.server.url).inc()
         logger.warning("%s", failure.text)
 
@@ -324,24 +314,6 @@ class Router:
         others = len(attempts.tried) - 1
         more = f"; {others} more failed before" if others else f"; there is no other {failure.server.role} server"
         return refusal(failure.code, failure.text + more)
-
-
-def _fails(server: Server, attempts: Attempts) -> None:
-    attempts.finds_out.pop(server, None)
-    rest(server, time.monotonic())
-
-
-def _find_out_no_more(attempts: Attempts) -> None:
-    """Leaves what the request has not found out to the next ones: its client has left, or it is at fault itself.
-
-    Such are also those that the server refused, which says nothing of others.
-
-    Not so if its client has left, and has waited for so long that it may have left for that.
-    """
-    now = time.monotonic()
-    for server, (asked, until) in attempts.finds_out.items():
-        if not attempts.left or now - asked < limits.REST_SECONDS:
-            unknown(server, until)
 
 
 async def _pass_on(answer: Whole, client: Reply) -> None:

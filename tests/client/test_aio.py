@@ -117,6 +117,36 @@ async def test_a_request_of_one_task_leaves_another_what_had_just_arrived(
         assert await waiting == [Done("pull-1")]
 
 
+@pytest.mark.parametrize("by", ["poll", "wait"])
+@pytest.mark.parametrize("asked", ["offer", "status", "detach"])
+async def test_what_one_task_reads_wakes_another_that_it_is_for(
+    daemon: ScriptedDaemon, worker: AsyncWorker, asked: str, by: str
+) -> None:
+    timeout = 2 * MOMENT  # at its end it would look in any case
+    request = {
+        "offer": lambda: worker.offer("o", tokens=1, blocks=BLOCKS, ttl=60.0, timeout=timeout),
+        "status": lambda: worker.status(timeout),
+        "detach": lambda: worker.detach(timeout),
+    }
+    with daemon.held():
+        asking = asyncio.create_task(request[asked]())
+        async with asyncio.timeout(MOMENT):
+            # Until the loop has nothing more to do.
+            while not worker._waiters or worker._timer or any(one.done() for one in worker._waiters):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    if asked == "offer":
+        daemon.send(wire.Offered(daemon.expect(wire.Offer).call, "the ticket"))
+    elif asked == "status":
+        report = msgspec.json.encode(status_report(Totals(1.0, 2, 3, {}, 4, 5, {})))
+        daemon.send(wire.Status(daemon.expect(wire.StatusRequest).call, report))
+    driver = worker._driver
+    while not (driver.core.events._awaited.get("o") or driver.core._reports or driver.detached):
+        select.select(worker._watched, (), (), MOMENT)  # meanwhile the loop does not look
+        assert (worker.poll() if by == "poll" else await worker.wait(0)) == []
+    async with asyncio.timeout(MOMENT):
+        await asking
+
+
 async def test_waiting_ends_with_its_time(worker: AsyncWorker) -> None:
     assert await worker.wait(0.01) == []
     with pytest.raises(Unavailable, match="no status within"):

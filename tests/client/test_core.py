@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.client.core import Core
-from kvd.client.events import Blocks, Cancelled, Done, Event, Failed, Freed, Offered, Released
+from kvd.client.events import Blocks, Cancelled, Done, Event, Failed, Freed, Released
+from kvd.client.requests.calls import Kind
 from kvd.client.requests.inbox import ACKNOWLEDGE_EVERY, ACKNOWLEDGE_SECONDS, GAP_SECONDS
 from kvd.client.requests.pulls import GRACE_SECONDS
 from kvd.errors import BadRequest, ErrorCode, Unavailable
@@ -105,6 +106,16 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
         core.take_events()
         core.take_frames(math.inf)
     assert (len(core._calls._waiting), len(core._calls._of), len(core._pulls), len(core._offers)) == (0, 0, 0, 0)
+
+
+def test_of_calls_that_were_answered_nothing_is_kept() -> None:
+    core = connected()
+    core.offer("o", 0, (), 60.0, secret=b"s" * 16, grows=True)
+    for answer in (wire.Extended, lambda call: wire.Error(call, "bad_blocks", "not yours")):
+        extend = codec.worker_requests.decode(core.extend("o", 10, BLOCKS, closes=False))
+        core.on_frame(codec.encode(answer(extend.call)), now=0.0)
+    assert core._calls._waiting == {1: (Kind.OFFER, "o")}
+    assert core._calls._of == {"o": [1]}
 
 
 @pytest.mark.parametrize("kind", ["offer", "pull", "cancel", "status"])
@@ -286,39 +297,6 @@ def test_the_end_of_an_offer_whose_answer_was_lost_does_not_count_for_the_next_o
     core.on_frame(batch(1, wire.Released("o", "expired")), now=10.0)
     assert [type(event) for event in core.take_events()] == [Released]
     core.offer("o", 10, BLOCKS, 60.0, secret=bytes(16))
-
-
-def test_what_the_daemon_does_not_know_of_an_offer_does_not_count_for_the_next_of_its_name() -> None:
-    core = connected()
-    core.offer("o", 10, BLOCKS, 60.0, secret=bytes(16))
-    core.pull("other", "t", BLOCKS, 60.0, now=0.0)
-    core.on_disconnected(Unavailable(ErrorCode.DAEMON_LOST, "lost"))
-    core.on_attached(attached())
-    unknown(core, upcoming=3)  # two notifications are on the way, the first of which ends the offer
-    core.on_frame(batch(1, wire.Released("o", "expired")), now=0.0)
-    core.take_events()
-    offer = codec.worker_requests.decode(core.offer("o", 10, BLOCKS, 60.0, secret=bytes(16)))
-    core.on_frame(batch(2, wire.Done("other")), now=0.0)
-    assert core.take_events() == [Done("other")]
-    core.on_frame(codec.encode(wire.Offered(offer.call, "ticket")), now=0.0)
-    assert core.take_events() == [Offered("o", "ticket")]
-
-
-@pytest.mark.parametrize("again", ["pull", "offer"])
-def test_a_name_is_free_when_its_end_was_told(again: str) -> None:
-    def use() -> None:
-        if again == "pull":
-            core.pull("r", "t", BLOCKS, 60.0, now=0.0)
-        else:
-            core.offer("r", 10, BLOCKS, 60.0, secret=bytes(16))
-
-    core = pulling("r")
-    core.on_frame(batch(1, wire.Done("r")), now=0.0)
-    with pytest.raises(BadRequest, match=r"'r' names a pull or offer of which poll\(\) has more to tell") as caught:
-        use()
-    assert caught.value.code is ErrorCode.DUPLICATE_REQUEST
-    assert core.take_events() == [Done("r")]
-    use()
 
 
 def test_notifications_behind_one_that_makes_no_sense_are_taken_when_they_come_again() -> None:

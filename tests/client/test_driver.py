@@ -1,13 +1,17 @@
 """The driver over a simulated connection, step by step."""
 
+import pytest
+
 from kvd import limits
-from kvd.client import Blocks, Done, Failed
+from kvd.client import Blocks, Done, Failed, Worker
 from kvd.client.driver import FRAMES_PER_STEP, Dependencies, Driver
 from kvd.client.requests.pulls import GRACE_SECONDS
+from kvd.errors import BadRequest, ErrorCode
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
 from kvd.protocol import worker as notified
 from kvd.protocol.worker import Attached, Cancel, Notifications, Pull
+from tests.client.conftest import Spec
 from tests.simulator.virtual.cache import make_cache
 from tests.simulator.virtual.line import SimConnection, SimPool
 from tests.simulator.virtual.loop import Process
@@ -93,3 +97,9 @@ def test_a_pull_without_an_outcome_ends_though_each_step_of_the_engine_takes_lon
         driver.step(now)
     [failed] = driver.core.take_events()
     assert (type(failed), failed.code) == (Failed, "deadline")
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_refused_at_once():
+    with pytest.raises(BadRequest, match="has 200 bytes; a socket's has at most 107") as caught:
+        Worker.attach(200 * "x", name="w", spec=Spec())
+    assert caught.value.code is ErrorCode.BAD_CONFIG

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -241,3 +242,21 @@ async def routed(
         stage = Stage(server, ps, ds)
         await stack.enter_async_context(stage.session)
         yield stage
+
+
+def head(length: int) -> bytes:
+    return f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def bound(stage: Stage) -> tuple[str, int]:
+    return stage.server._listener.sockets[0].getsockname()
+
+
+def connect(stage: Stage) -> socket.socket:
+    """A client that takes little at a time."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        client.connect(bound(stage))
+    return client

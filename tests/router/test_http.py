@@ -18,7 +18,7 @@ from multidict import CIMultiDict
 from kvd.errors import BadRequest
 from kvd.router import limits
 from kvd.router.body import Body
-from kvd.router.clients.connections import Connection, client_of
+from kvd.router.clients.connections import Connection
 from kvd.router.clients.headers import passed_on
 from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
@@ -28,10 +28,11 @@ from tests.router.scripted import (
     DONE,
     PATH,
     Scripted,
-    Stage,
+    bound,
+    connect,
     decoded,
     event,
-    hanging,
+    head,
     prefilled,
     routed,
     stalled,
@@ -62,20 +63,6 @@ def test_headers_that_any_of_several_connection_headers_names_are_not_passed_on(
     assert sorted(passed_on(headers)) == ["Content-Type", "X-Own"]
 
 
-def head(length: int) -> bytes:
-    return f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
-
-
-def connect(stage: Stage) -> socket.socket:
-    """A client that takes little at a time."""
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
-        client.connect(tuple(stage.server._listener.sockets[0].getsockname()))
-    return client
-
-
 async def endless(server, request, body):
     stream = await streaming(request)
     while True:
@@ -87,8 +74,8 @@ async def fall_to(tasks: int, descriptors: int) -> None:
 
 
 async def test_it_is_ready_when_a_server_of_each_role_answers(monkeypatch) -> None:
-    monkeypatch.setattr("kvd.router.clients.http.PROBE_SECONDS", 0.0)
     async with routed([prefilled, prefilled], [decoded]) as stage:
+        monkeypatch.setattr(limits, "PROBE_SECONDS", 0.0)
         assert await stage.get("/healthz") == (200, "alive\n")
         assert await stage.get("/readyz") == (200, "ready\n")
         stage.server._health._groups[0].all[0].place = place("http://127.0.0.1:1")
@@ -182,8 +169,8 @@ async def test_load_balancers_may_ask_with_head(path: str) -> None:
 
 
 async def test_health_is_what_a_client_of_vllm_expects_of_it(monkeypatch) -> None:
-    monkeypatch.setattr("kvd.router.clients.http.PROBE_SECONDS", 0.0)
     async with routed([prefilled], [decoded]) as stage:
+        monkeypatch.setattr(limits, "PROBE_SECONDS", 0.0)
         assert (await stage.get("/health"))[0] == 200
         stage.server._decodes.all[0].place = place("http://127.0.0.1:1")
         assert (await stage.get("/health"))[0] == 503
@@ -324,65 +311,6 @@ async def test_one_client_leaves_room_for_others(monkeypatch, bound: str, most: 
         asking.cancel()
 
 
-def bound(stage: Stage) -> tuple[str, int]:
-    return stage.server._listener.sockets[0].getsockname()
-
-
-async def is_closed(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
-    with contextlib.suppress(ConnectionResetError):
-        assert await connection[0].read() == b""
-    connection[1].close()
-    return True
-
-
-async def answers(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
-    connection[1].write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    said = await connection[0].read()
-    connection[1].close()
-    return said.startswith(b"HTTP/1.1 200 ")
-
-
-async def test_one_connection_too_many_closes_the_oldest_idle_one_of_the_client_with_the_most(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "CONNECTIONS", 4)
-    async with routed([prefilled], [decoded]) as stage:
-        first = await asyncio.open_connection(*bound(stage), local_addr=("127.0.0.2", 0))
-        crowd = [await asyncio.open_connection(*bound(stage)) for _ in range(3)]
-        late = await asyncio.open_connection(*bound(stage), local_addr=("127.0.0.3", 0))
-        assert await is_closed(crowd[0])
-        crowd += [await asyncio.open_connection(*bound(stage))]
-        assert await is_closed(crowd[1])
-        for connection in (first, late, crowd[2], crowd[3]):
-            assert await answers(connection)
-
-
-async def test_a_connection_whose_request_is_served_is_not_closed_for_others(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "CONNECTIONS", 2)
-    async with routed([prefilled], [stalled]) as stage:
-        asking = [asyncio.create_task(stage.ask()) for _ in range(2)]
-        await stage.decode[0].until(lambda server: server.open == 2)
-        assert await is_closed(await asyncio.open_connection(*bound(stage)))
-        assert stage.decode[0].open == 2
-        for task in asking:
-            task.cancel()
-        await stage.server._intake.idle.wait()
-        await until(lambda: stage.server._connections._open == 0)
-        assert await answers(await asyncio.open_connection(*bound(stage)))
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ("192.0.2.1", "192.0.2.2", False),
-        ("2001:db8::1", "2001:db8::ffff:1", True),
-        ("2001:db8::1", "2001:db8:0:1::1", False),
-        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
-        ("fe80::1%eth0", "fe80::2%eth0", True),
-    ],
-)
-def test_an_ipv6_client_is_known_by_its_network(one: str, other: str, same: bool) -> None:
-    assert (client_of(one) == client_of(other)) == same
-
-
 @pytest.mark.parametrize(
     ("sent", "limit"),
     [
@@ -497,6 +425,21 @@ async def test_a_client_that_takes_nothing_is_given_up(monkeypatch) -> None:
         client.close()
 
 
+async def test_a_client_that_takes_nothing_of_the_models_is_given_up(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "CLIENT_SECONDS", 0.2)
+
+    async def telling(server: Scripted, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b"x" * limits.PROBE_BYTES)
+
+    monkeypatch.setattr(Scripted, "handle", telling)
+    async with routed([prefilled], [decoded]) as stage:
+        with connect(stage) as client:
+            await asyncio.get_running_loop().sock_sendall(client, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            connections = stage.server._connections
+            await until(lambda: len(connections._open) == 1)
+            await until(lambda: not connections._open)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the servers of the test and the router share one core with others
 async def test_a_thousand_clients_that_are_slow_or_vanish_leave_nothing(many_clients: list[socket.socket]) -> None:
@@ -530,36 +473,6 @@ async def test_a_thousand_clients_that_are_slow_or_vanish_leave_nothing(many_cli
         assert stage.server._intake.body_bytes.total == 0
         await fall_to(tasks, descriptors)
         assert all(server.in_flight == 0 for group in stage.server._health._groups for server in group.all)
-
-
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("behind", ["a request", "a large one", "many"])
-async def test_a_client_that_sends_more_behind_its_request_is_noticed_when_it_leaves(
-    behind: str, *, together: bool
-) -> None:
-    """Of a connection whose next requests wait in it, reading stops: its end would not be seen."""
-    data = json.dumps(BODY | {"stream": False}).encode()
-    whole = head(len(data)) + data
-    more = {
-        "a request": whole,
-        "a large one": head(10 * limits.CHUNK_BYTES) + b" " * (10 * limits.CHUNK_BYTES),
-        "many": b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 40,
-    }[behind]
-    async with routed([prefilled], [hanging]) as stage:
-        reader, writer = await asyncio.open_connection(*stage.server.address.split(":"))
-        writer.write(whole + more if together else whole)
-        if not together:
-            await stage.decode[0].until(lambda server: server.open == 1)
-            writer.write(more)
-        with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-        await stage.server._intake.idle.wait()
-        await stage.decode[0].until(lambda server: server.open == 0)
-        assert stage.server._intake.body_bytes.total == 0
-        assert await stage.metric('kvd_router_requests_total{outcome="client_gone"}') == 1
 
 
 async def test_a_client_that_leaves_as_its_answer_begins_is_no_failure(monkeypatch, caplog) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import json
 import socket
 import time
-from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -383,19 +382,17 @@ async def test_a_server_that_fails_what_another_one_serves_rests(bad, monkeypatc
         assert [len(server.bodies) for server in stage.prefill] == [1, 4]
 
 
-async def test_a_server_that_keeps_failing_gets_one_request_after_each_of_its_pauses(monkeypatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr("kvd.router.route.time", SimpleNamespace(monotonic=lambda: now))
+async def test_a_server_that_keeps_failing_gets_one_request_after_each_of_its_pauses(clock) -> None:
     async with routed([failing, prefilled], [decoded]) as stage:
         for pause in (0.0, 1.0, 2.0, 4.0):
             asked = len(stage.prefill[0].bodies)
-            now += pause * limits.REST_SECONDS
+            clock.now += pause * limits.REST_SECONDS
             await asyncio.gather(*(stage.ask(prompt=f"{pause} {number}") for number in range(1 + 9 * (pause > 0))))
             assert len(stage.prefill[0].bodies) == asked + 1
-            now += 0.9 * (pause or 0.5) * limits.REST_SECONDS
+            clock.now += 0.9 * (pause or 0.5) * limits.REST_SECONDS
             await stage.ask()
             assert len(stage.prefill[0].bodies) == asked + 1
-            now -= 0.9 * (pause or 0.5) * limits.REST_SECONDS
+            clock.now -= 0.9 * (pause or 0.5) * limits.REST_SECONDS
 
 
 @pytest.mark.parametrize("bad", [refusing, hanging, failing, answering(429)])
@@ -431,34 +428,30 @@ async def test_a_server_is_not_out_of_use_for_requests_that_do_not_show_whether_
 
 
 @pytest.mark.parametrize(("waits", "failures"), [(0.9 * limits.REST_SECONDS, 1), (limits.REST_SECONDS, 2)])
-async def test_a_server_that_makes_clients_leave_rests_for_longer(waits: float, failures: int, monkeypatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr("kvd.router.route.time", SimpleNamespace(monotonic=lambda: now))
+async def test_a_server_that_makes_clients_leave_rests_for_longer(
+    waits: float, failures: int, clock, monkeypatch
+) -> None:
     monkeypatch.setattr(limits, "LEAVE_SECONDS", 0.05)
     async with routed([hanging], [decoded]) as stage:
         (failed,) = stage.server._router._prefill.all
-        rest(failed, now - limits.REST_SECONDS)
+        rest(failed, clock.now - limits.REST_SECONDS)
         asking = asyncio.create_task(stage.ask())
         await stage.prefill[0].until(lambda server: server.open == 1)
-        now += waits
+        clock.now += waits
         asking.cancel()
         await stage.prefill[0].until(lambda server: server.open == 0)
         assert failed.failures == failures
 
 
 @pytest.mark.parametrize("bad", [refusing, failing, answering(429)])
-async def test_a_server_that_takes_long_for_an_answer_that_shows_nothing_rests_no_longer(bad, monkeypatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr("kvd.router.route.time", SimpleNamespace(monotonic=lambda: now))
-
+async def test_a_server_that_takes_long_for_an_answer_that_shows_nothing_rests_no_longer(bad, clock) -> None:
     async def late(server: Scripted, request, body):
-        nonlocal now
-        now += 1.1 * limits.REST_SECONDS
+        clock.now += 1.1 * limits.REST_SECONDS
         return await bad(server, request, body)
 
     async with routed([late], [decoded]) as stage:
         (failed,) = stage.server._router._prefill.all
-        rest(failed, now - limits.REST_SECONDS)
+        rest(failed, clock.now - limits.REST_SECONDS)
         assert (await stage.ask())[0] >= 400
         assert (failed.failures, failed.rests_until) == (1, 0.0)
 

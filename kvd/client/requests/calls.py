@@ -39,13 +39,10 @@ class Calls:
 
     def answered(self, call: int) -> tuple[Kind | None, str]:
         """Takes out a call that has its answer; None if it does not wait (any more)."""
-        return self._waiting.pop(call, (None, ""))
-
-    def ended(self, call: int) -> None:
-        """The same for a call whose request goes on."""
-        _, request = self.answered(call)
+        kind, request = self._waiting.pop(call, (None, ""))
         if request:
             self._of[request].remove(call)
+        return kind, request
 
     def take_back(self) -> tuple[Kind, str]:
         """Takes out the call that began last."""

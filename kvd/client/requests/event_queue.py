@@ -16,8 +16,8 @@ class EventQueue:
         """Offers whose answer a caller waits for, and what has come of them."""
 
     def __contains__(self, request: str) -> bool:
-        """Whether there are events of this pull or offer: its name is not free yet."""
-        return request in self._names
+        """Whether more of this pull or offer is to be told, here or to who made it: its name is not free yet."""
+        return request in self._names or request in self._awaited
 
     def put(self, events: Iterable[Event]) -> None:
         """They have come about."""

@@ -11,7 +11,7 @@ from aiohttp import web
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.router import limits
 from kvd.router.body import Body, Request
-from kvd.router.clients.connections import Connection, Connections
+from kvd.router.clients.connections import Connections, connection_of
 from kvd.router.clients.headers import passed_on
 from kvd.router.clients.intake import Intake
 from kvd.router.metrics import Metrics, Outcome
@@ -60,8 +60,7 @@ class Completions:
         return await asyncio.get_running_loop().run_in_executor(self._reader, _read, data)
 
     async def _answered(self, request: web.BaseRequest, reply: Reply) -> web.StreamResponse:
-        connection = request.protocol
-        assert isinstance(connection, Connection)  # noqa: S101  # the port makes no others
+        connection = connection_of(request)
         with self._intake.room(connection.client) as room:
             data = await room.read(request)
             with self._connections.serving(connection):

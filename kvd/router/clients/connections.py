@@ -5,6 +5,7 @@ import contextlib
 import ipaddress
 import logging
 from collections.abc import Iterator
+from typing import cast
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -21,24 +22,23 @@ class Connections:
     """The open ones. One too many closes the oldest of those that wait for a request, of the client with the most."""
 
     def __init__(self) -> None:
-        self._open = 0
+        self._open: set[Connection] = set()
         self._waiting: dict[str, dict[Connection, None]] = {}
         """By client, oldest first: those of which no whole request is here."""
 
     def opened(self, connection: "Connection") -> None:
         """Counts `connection`."""
-        self._open += 1
+        self._open.add(connection)
         self._waiting.setdefault(connection.client, {})[connection] = None
-        if self._open > limits.CONNECTIONS:
+        if len(self._open) > limits.CONNECTIONS:
             most = max(self._waiting.values(), key=len)
             oldest = next(iter(most))
             self._forget(oldest)
-            assert oldest.transport is not None  # noqa: S101  # it is open
-            oldest.transport.abort()  # a client that takes nothing of its last answer would keep it open
+            oldest.abort()  # a client that takes nothing of its last answer would keep it open
 
     def closed(self, connection: "Connection") -> None:
         """It is no more."""
-        self._open -= 1
+        self._open.discard(connection)
         self._forget(connection)
 
     @contextlib.contextmanager
@@ -51,7 +51,7 @@ class Connections:
             yield
         finally:
             connection.serves = False
-            if connection.transport is not None:
+            if connection in self._open:
                 self._waiting.setdefault(connection.client, {})[connection] = None
 
     def _forget(self, connection: "Connection") -> None:
@@ -87,13 +87,21 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Counts only now: a loop may accept many before it makes the first."""
         super().connection_made(transport)
-        self.client = client_of(transport.get_extra_info("peername")[0])
+        self._open_transport = cast("asyncio.Transport", transport)  # aiohttp's is None from the beginning of its close
+        peer = transport.get_extra_info("peername")
+        self.client = client_of(peer[0]) if peer else ""
         self._connections.opened(self)
+        if not peer:  # it has reset the connection already
+            self.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Counts it no more."""
         self._connections.closed(self)
         super().connection_lost(exc)
+
+    def abort(self) -> None:
+        """Ends it at once, without what its client has not taken yet; also one that is closing already."""
+        self._open_transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Takes what the client sends."""
@@ -105,8 +113,8 @@ class Connection(web.RequestHandler):
 
         Reading stops behind a few of them, or one large body, and then a client would not be seen to leave.
         """
-        if self.serves and self._messages and self.transport is not None:
-            self.transport.abort()
+        if self.serves and self._messages:
+            self.abort()
 
     def handle_error(
         self,
@@ -119,6 +127,12 @@ class Connection(web.RequestHandler):
         if isinstance(exc, HttpProcessingError):
             self._metrics.malformed.inc()
         return super().handle_error(request, status, exc, message)
+
+
+def connection_of(request: web.BaseRequest) -> Connection:
+    """The one that `request` came by."""
+    assert isinstance(request.protocol, Connection)  # noqa: S101  # the port makes no others
+    return request.protocol
 
 
 def client_of(host: str) -> str:

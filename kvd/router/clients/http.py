@@ -14,10 +14,9 @@ from kvd.limits import MAX_NAME_BYTES
 from kvd.router import limits
 from kvd.router.answer import ServerFailed
 from kvd.router.clients.completions import Completions
-from kvd.router.clients.connections import Connection, Connections
+from kvd.router.clients.connections import Connection, Connections, connection_of
 from kvd.router.clients.headers import passed_on
 from kvd.router.clients.intake import Intake
-from kvd.router.limits import PROBE_SECONDS
 from kvd.router.metrics import Metrics
 from kvd.router.reply import error_answer
 from kvd.router.route import Router
@@ -34,13 +33,13 @@ class Health:
         self._groups = groups
         self._upstream = upstream
         self._lock = asyncio.Lock()
-        self._asked = -PROBE_SECONDS
+        self._asked = -limits.PROBE_SECONDS
         self._reasons: list[str] = []
 
     async def reasons(self) -> list[str]:
         """Why the router is not ready, a line for each role of which no server is healthy."""
         async with self._lock:
-            if time.monotonic() - self._asked >= PROBE_SECONDS:
+            if time.monotonic() - self._asked >= limits.PROBE_SECONDS:
                 self._reasons = [reason for servers in self._groups if (reason := await self._why_not(servers))]
                 self._asked = time.monotonic()
             return self._reasons
@@ -123,7 +122,19 @@ class HttpServer:
         await self._upstream.__aexit__(kind, error, trace)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """One request of a client."""
+        """One request of a client. The end of its answer is sent here, since aiohttp would wait for it without end."""
+        response = await self._answer(request)
+        try:
+            async with asyncio.timeout(limits.CLIENT_SECONDS):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            connection_of(request).abort()
+        except ConnectionError:  # the client has left, or its answer was broken off
+            pass
+        return response
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         match "GET" if request.method == "HEAD" else request.method, request.path.rstrip("/"):
             case "POST", "/v1/completions" | "/v1/chat/completions":
                 return await self._completions.handle(request)
