@@ -66,13 +66,13 @@ class KvdPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             "pull_blocks": self._histogram("vllm:kvd_pull_blocks", "Blocks of a pull on one rank.", _BLOCKS),
             "pull_bytes": self._histogram("vllm:kvd_pull_bytes", "Bytes of a pull on one rank.", _BYTES),
         }
-        counted = {
-            "failed_pulls": "Pulls whose request failed or was recomputed",
-            "refused_offers": "Finished prefills that were not offered",
-            "expired_offers": "Offers that nobody claimed in time",
-        }
+        failed = "Pulls whose request failed or was recomputed, on each rank."
+        refused = "Finished prefills that were not offered, on each rank."
+        expired = "Offers that nobody claimed in time, on each rank."
         self._counters = {
-            name: self._counter(f"vllm:kvd_{name}", f"{what}, on each rank.") for name, what in counted.items()
+            "failed_pulls": self._counter("vllm:kvd_failed_pulls", failed),
+            "refused_offers": self._counter("vllm:kvd_refused_offers", refused),
+            "expired_offers": self._counter("vllm:kvd_expired_offers", expired),
         }
         text = "Prefills that an earlier turn left something for: pulled, or why it was computed."
         kept = "Answers that are no longer kept for the next turn, and why; or were not kept."
