@@ -493,6 +493,9 @@ MAX_HTTP_CONNECTIONS: Final = 64
 MAX_HTTP_REQUEST_BYTES: Final = 16 * KIB
 """Request line and headers together."""
 
+MAX_HTTP_LINES: Final = 64
+"""Of them: a thousand short headers take 5 ms to read."""
+
 HTTP_BACKLOG: Final = 1024
 """Connections that the kernel queues while the thread is busy, or rests: at 0.14 ms each, a probe among as many waits
 0.7 s. One more is dropped by the kernel, and its client waits a second before it tries again."""

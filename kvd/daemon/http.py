@@ -134,8 +134,13 @@ class HttpServer:
         """Answers one request; then the client closes."""
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.MAX_HTTP_REQUEST_BYTES)
         try:
+            lines = 0
             while (event := connection.next_event()) is h11.NEED_DATA:
-                connection.receive_data(await self._receive(accepted))
+                received = await self._receive(accepted)
+                lines += received.count(b"\n")
+                if lines > limits.MAX_HTTP_LINES:
+                    raise h11.RemoteProtocolError(f"more than {limits.MAX_HTTP_LINES} lines", error_status_hint=431)
+                connection.receive_data(received)
         except h11.RemoteProtocolError as error:
             self._malformed.inc()
             answer, wanted = _Answer(HTTPStatus(error.error_status_hint), f"{error}\n".encode()), True

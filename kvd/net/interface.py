@@ -150,7 +150,10 @@ class PeerPort(Protocol):
         """
 
     def greet(self, link: int, frame: bytes) -> None:
-        """Sends the first frame on a link, or the first after a loss, to where its daemon is now."""
+        """Sends the first frame on a link, or the first after a loss, to where its daemon is now; perhaps twice."""
+
+    def hurry(self, link: int, party: str, /) -> None:
+        """Has the name of a link that waits to be looked up wait for the turn of this party, too."""
 
     def trouble(self, link: int, /) -> str:
         """Why it is not known where the daemon of a link is; empty if it is."""

@@ -275,6 +275,10 @@ class PeerSockets:
         """See `PeerPort`."""
         self._names.find(link, partial(self.ask, link, frame))
 
+    def hurry(self, link: int, party: str) -> None:
+        """See `PeerPort`."""
+        self._names.hurry(link, party)
+
     def trouble(self, link: int) -> str:
         """See `PeerPort`."""
         return self._names.trouble(link)

@@ -178,6 +178,13 @@ def test_so_does_a_request_in_single_bytes(served: Served, monkeypatch: pytest.M
     assert share_of_a_core(served, head) <= limits.HTTP_SHARE
 
 
+def test_a_request_of_very_many_lines_is_not_read_to_its_end(served: Served) -> None:
+    """A thousand short headers take as long to read as fifty requests."""
+    head = b"GET /livez HTTP/1.1\r\nHost: x\r\n"
+    assert served.send(head + b"a:\r\n" * (limits.MAX_HTTP_LINES - 3) + b"\r\n").startswith(b"HTTP/1.1 200 ")
+    assert served.send(head + b"a:\r\n" * (limits.MAX_HTTP_LINES - 2) + b"\r\n").startswith(b"HTTP/1.1 431 ")
+
+
 def test_nobody_waits_for_long_for_what_the_thread_has_done_for_others() -> None:
     served = Served()
     served.server.close()  # its thread is not there to rest

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -148,6 +149,7 @@ async def test_a_daemon_whose_name_leads_elsewhere_is_found_when_it_is_greeted_a
     servers.numbers["pod.example"] = "127.0.0.2"
     consumer.port.greet(link, b"two")
     await hears(second, b"two")
+    await hears(first, b"two")  # it was sent at once, to where the daemon was
     assert first.inbox.events == []
     first.port.close()
     second.port.close()
@@ -167,7 +169,47 @@ async def test_a_name_that_is_not_found_is_named_and_the_daemon_is_greeted_where
     servers.numbers.clear()
     consumer.port.greet(link, b"three")
     await hears(producer, b"three")
-    assert consumer.port.trouble(link) == why
+    await until(lambda: consumer.port.trouble(link) == why)
+
+
+async def test_a_daemon_that_was_found_is_greeted_at_once_whatever_else_its_party_looks_up(
+    servers: Servers, producer: Daemon, consumer: Daemon
+) -> None:
+    servers.numbers["pod.example"] = "127.0.0.1"
+    link = consumer.port.connect(producer.named("pod.example"), "one")
+    consumer.port.greet(link, b"one")
+    await hears(producer, b"one")
+    for number in range(2 * FEW):
+        consumer.port.greet(consumer.port.connect(f"tcp://hangs-{number}.example:1", "one"), b"hello")
+    consumer.port.greet(link, b"two")
+    await hears(producer, b"two")
+
+
+async def test_a_name_is_looked_up_in_the_turn_of_any_party_that_needs_it(
+    servers: Servers, producer: Daemon, consumer: Daemon
+) -> None:
+    servers.numbers["pod.example"] = "127.0.0.1"
+    for number in range(2 * FEW):
+        consumer.port.greet(consumer.port.connect(f"tcp://hangs-{number}.example:1", "one"), b"hello")
+    link = consumer.port.connect(producer.named("pod.example"), "one")
+    consumer.port.greet(link, b"hello")
+    consumer.port.hurry(link, "another")
+    await hears(producer, b"hello")
+    servers.release(2 * FEW)
+    await until(lambda: len(servers.asked) == 2 * FEW + 1)
+
+
+async def test_a_name_for_which_no_thread_can_be_had_is_looked_up_when_the_daemon_is_greeted_again(
+    servers: Servers, producer: Daemon, consumer: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers.numbers["pod.example"] = "127.0.0.1"
+    link = consumer.port.connect(producer.named("pod.example"))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        consumer.port.greet(link, b"one")
+        assert consumer.port.trouble(link) == "the name 'pod.example' cannot be looked up: can't start new thread"
+    consumer.port.greet(link, b"two")
+    await hears(producer, b"two")
 
 
 async def test_the_names_of_one_party_do_not_keep_those_of_another_waiting(

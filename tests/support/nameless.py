@@ -14,3 +14,6 @@ class Nameless:
 
     def trouble(self, _link: int) -> str:
         return ""
+
+    def hurry(self, _link: int, _party: str) -> None:
+        """Nothing waits."""

@@ -174,6 +174,31 @@ async def test_the_loop_goes_on_while_the_pools_of_a_lost_peer_are_unmapped_and_
     assert mapped("memfd:kvd:lent") == before
 
 
+async def test_a_pool_that_is_no_longer_used_is_not_pinned_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, begun, go_on, pinned = mapped("memfd:kvd:lent"), threading.Event(), threading.Event(), []
+
+    def slow_to_pin(pool: ExportedPool, descriptor: int) -> MappedPool:
+        found = map_host_pool(pool, descriptor)
+
+        def pin() -> None:
+            pinned.append(pool.base)
+            begun.set()
+            assert go_on.wait(MOMENT)
+
+        return MappedPool(found.memory, found.close, pin)
+
+    monkeypatch.setattr(devices, "map_host_pool", slow_to_pin)
+    with Agent(tmp_path, "consumer") as consumer:
+        async with peer_with_two_pools(tmp_path, consumer):
+            assert await asyncio.to_thread(begun.wait, MOMENT)
+        assert isinstance(await consumer.events.get(), PeerFailed)
+        go_on.set()
+    assert len(pinned) == 1
+    assert mapped("memfd:kvd:lent") == before
+
+
 async def test_a_pool_that_cannot_be_unmapped_keeps_no_other_one_mapped_and_the_log_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ class HandshakeActor(Actor):
             return
         peer.wanted = True
         self._slots.hurry(peer.link, peer.worker)
+        self._port.hurry(peer.link, worker)
         if stale:
             self._step(peer, Event.REFRESH)
         elif peer.state in (State.READY, State.REFRESHING):

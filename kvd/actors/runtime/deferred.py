@@ -42,10 +42,14 @@ class Batch(Generic[T]):
             self._items.move_to_end(item)
 
     def _handle_some(self) -> None:
-        self._handle(self._take())
-        self._called = bool(self._items)
-        if self._called:
-            self._actor.later(0.0, self._handle_some)  # a call that waits already would come before sockets are read
+        try:
+            self._handle(self._take())
+        finally:  # whatever becomes of these, the others are handled
+            self._called = bool(self._items)
+            if self._called:
+                self._actor.later(
+                    0.0, self._handle_some
+                )  # a call that waits already would come before sockets are read
 
     def _take(self) -> list[T]:
         taken: list[T] = []

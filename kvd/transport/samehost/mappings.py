@@ -31,6 +31,8 @@ class Mappings:
         self._lengths: dict[int, int] = {}
         """Bytes of the mappings of our host pools, by address."""
         self._gpu = ""
+        self._mapped: set[MappedPool] = set()
+        """Pools of peers that are in use: others are not pinned any more, however many wait for that."""
         self._thread = ThreadPoolExecutor(1, "kvd-map")
         self._stopping = threading.Lock()
         self._stopped = False
@@ -59,10 +61,16 @@ class Mappings:
     def map_pool(self, pool: ExportedPool, descriptor: int) -> MappedPool:
         """As `Devices.map_pool`, on any thread; what pins and unmaps the pool is left to the one here."""
         mapped = self._devices.map_pool(pool, descriptor)
-        self._submit(partial(self._try_to_pin, mapped.pin))
+        self._mapped.add(mapped)
+        self._submit(partial(self._try_to_pin, partial(self._pin_mapped, mapped)))
         return MappedPool(mapped.memory, partial(self._unmap, mapped))
 
+    def _pin_mapped(self, mapped: MappedPool) -> None:
+        if mapped in self._mapped:
+            mapped.pin()
+
     def _unmap(self, mapped: MappedPool) -> None:
+        self._mapped.discard(mapped)
         if self._submit(partial(_try_to_unmap, mapped)) is None:
             _try_to_unmap(mapped)
 

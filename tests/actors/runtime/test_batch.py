@@ -44,6 +44,26 @@ def test_a_message_handles_some_items_and_the_next_one_comes_behind_sockets_and_
     assert order == [[0, 1], "after", "socket", [2], "after", "socket"]
 
 
+def test_items_behind_those_that_could_not_be_handled_are_handled(owner, monkeypatch):
+    monkeypatch.setattr(limits, "BATCH_ITEMS", 1)
+    handled = []
+
+    def handle(items):
+        if items == [0]:
+            raise ValueError
+        handled.extend(items)
+
+    batch = Batch(owner, handle)
+    for item in range(3):
+        batch.put(item)
+    with pytest.raises(ValueError):  # noqa: PT011
+        batch._handle_some()
+    owner.loop.run_until(0)
+    batch.put(3)
+    owner.loop.run_until(0)
+    assert handled == [1, 2, 3]
+
+
 def test_items_that_have_to_do_with_many_blocks_come_few_at_a_time(owner, monkeypatch):
     monkeypatch.setattr(limits, "BATCH_BLOCKS", 10)
     handled = []
