@@ -138,8 +138,7 @@ class HttpServer:
             while (event := connection.next_event()) is h11.NEED_DATA:
                 received = await self._receive(accepted)
                 lines += received.count(b"\n")
-                if lines > limits.MAX_HTTP_LINES:
-                    raise h11.RemoteProtocolError(f"more than {limits.MAX_HTTP_LINES} lines", error_status_hint=431)
+                _check_lines(lines)
                 connection.receive_data(received)
         except h11.RemoteProtocolError as error:
             self._malformed.inc()
@@ -190,3 +189,9 @@ class HttpServer:
             self._malformed.inc()
             return _Answer(HTTPStatus.BAD_REQUEST, f"{error.text}\n".encode())
         return _Answer(HTTPStatus.OK, body, kind)
+
+
+def _check_lines(lines: int) -> None:
+    """Refuses a head before it is taken apart, line by line."""
+    if lines > limits.MAX_HTTP_LINES:
+        raise h11.RemoteProtocolError(f"more than {limits.MAX_HTTP_LINES} lines", error_status_hint=431)

@@ -99,7 +99,7 @@ class HostNames:
         self._hosts[link] = host
 
     def find(self, link: int, then: Callable[[], object]) -> None:
-        """Calls `then` at once if it is known where the link's daemon is, and on the loop when its name leads elsewhere.
+        """Calls `then` at once if it is known where the daemon is, and on the loop when its name leads elsewhere.
 
         It replaces that of an earlier call. While the name has led nowhere yet, `trouble` says so.
         """
