@@ -47,9 +47,8 @@ class Batch(Generic[T]):
         finally:  # whatever becomes of these, the others are handled
             self._called = bool(self._items)
             if self._called:
-                self._actor.later(
-                    0.0, self._handle_some
-                )  # a call that waits already would come before sockets are read
+                # a call that waits already would come before sockets are read
+                self._actor.later(0.0, self._handle_some)
 
     def _take(self) -> list[T]:
         taken: list[T] = []
