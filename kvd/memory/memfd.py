@@ -9,9 +9,11 @@ import contextlib
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Final
+from weakref import WeakSet
 
 from kvd import foreign
 from kvd.errors import BadRequest, ErrorCode, NoMemory, Unavailable, refusal
@@ -42,6 +44,9 @@ class MemfdPool:
         self.size = size
         self.backing: str = _backing(mapping)
         self._mapping = mapping
+        status = os.fstat(descriptor)
+        self.file = status.st_dev, status.st_ino
+        """Device and inode, which no other open file has."""
 
     @property
     def base(self) -> int:
@@ -94,6 +99,8 @@ class MemfdProvider:
     def __init__(self, backing: Backing = Backing.AUTO, room: Room | None = None) -> None:
         self._backing = backing
         self._room = room or Room()
+        self._pools: WeakSet[MemfdPool] = WeakSet()
+        self._adding = threading.Lock()
 
     def footprint(self, size: int) -> int:
         """Bytes of memory that a pool of `size` bytes takes: whole pages of 2 MiB."""
@@ -116,7 +123,7 @@ class MemfdProvider:
         length = _file_length(size)
         if self._backing in (Backing.AUTO, Backing.HUGETLB):
             try:
-                return _create(name, size, hugetlb=True)
+                return self._added(_create(name, size, hugetlb=True))
             except OSError as error:
                 if self._backing is Backing.HUGETLB:
                     raise NoMemory(_no_hugetlb(name, length, error), length) from error
@@ -131,13 +138,14 @@ class MemfdProvider:
         if self._backing is Backing.THP and pool.backing != Backing.THP:
             pool.close()
             raise NoMemory(_no_thp(name, length), length)
-        return pool
+        return self._added(pool)
 
     def adopt(self, descriptor: int, size: int) -> MemfdPool:
         """The pool of `size` bytes behind `descriptor`, with its bytes. Closes `descriptor` if it refuses.
 
         Raises:
-            BadRequest: `BAD_POOL`, it is no writable memfd of that size sealed like a pool, or its bytes were freed.
+            BadRequest: `BAD_POOL`, it is no writable memfd of that size sealed like a pool, its bytes were freed, or a
+                pool that has not ended has it.
             Unavailable: `OVERLOADED`, it cannot be faulted in.
 
         """
@@ -150,13 +158,25 @@ class MemfdProvider:
                 raise refusal(ErrorCode.BAD_POOL, f"the descriptor cannot be mapped writable: {error}") from error
             try:
                 _fault_in(mapping, huge=self._backing is not Backing.PLAIN)
-                return MemfdPool(descriptor, mapping, size)
+                return self._added(MemfdPool(descriptor, mapping, size))
             except OSError as error:
                 mapping.close()
                 raise refusal(ErrorCode.OVERLOADED, f"the pool cannot be faulted in: {error}") from error
+            except BadRequest:
+                mapping.close()
+                raise
         except (BadRequest, Unavailable):
             foreign.close((descriptor,))
             raise
+
+    def _added(self, pool: MemfdPool) -> MemfdPool:
+        """The pool, if its file is no other's: what is lent twice, importers would take for an attack."""
+        with self._adding:
+            if any(pool.file == other.file for other in self._pools if other.descriptor >= 0):
+                text = "the descriptor is that of a pool that has not ended: detach that first"
+                raise refusal(ErrorCode.BAD_POOL, text)
+            self._pools.add(pool)
+        return pool
 
 
 def _create(

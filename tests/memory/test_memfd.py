@@ -183,14 +183,27 @@ def test_an_empty_pool_is_refused() -> None:
 
 
 def test_an_adopted_pool_has_the_bytes_and_the_backing_it_had() -> None:
-    provider = MemfdProvider()
-    first = provider.allocate("prefill-0", HUGE_PAGE + 100)
+    first = MemfdProvider().allocate("prefill-0", HUGE_PAGE + 100)
     own_bytes(first)[-4:] = b"kept"
     backing = first.backing
-    second = provider.adopt(os.dup(first.descriptor), HUGE_PAGE + 100)
+    second = MemfdProvider().adopt(os.dup(first.descriptor), HUGE_PAGE + 100)  # the next daemon's
     assert second.backing == backing
     assert bytes(own_bytes(second)[-4:]) == b"kept"
     first.close()
+    second.close()
+
+
+def test_the_memory_of_a_pool_is_not_adopted_for_another_one_until_that_has_ended() -> None:
+    """A peer of the host takes no two pools with one file."""
+    provider = MemfdProvider()
+    first = provider.allocate("prefill-0", HUGE_PAGE)
+    kept = os.dup(first.descriptor)
+    with pytest.raises(BadRequest, match="that of a pool that has not ended: detach that first"):
+        provider.adopt(os.dup(kept), HUGE_PAGE)
+    first.close()
+    second = provider.adopt(os.dup(kept), HUGE_PAGE)
+    with pytest.raises(BadRequest, match="has not ended"):
+        provider.adopt(kept, HUGE_PAGE)
     second.close()
 
 

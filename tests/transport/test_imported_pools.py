@@ -9,8 +9,10 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from structlog.testing import capture_logs
@@ -25,6 +27,7 @@ from kvd.transport.interface import PeerAdded, PeerFailed, Region
 from kvd.transport.samehost import devices, importer
 from kvd.transport.samehost.importer import import_pools
 from kvd.transport.samehost.lent import MappedPool, map_host_pool
+from kvd.transport.samehost.mappings import Mappings
 from tests.support.patience import MOMENT, PATIENCE
 from tests.transport.test_samehost_hostile import SIZE, TOKEN, Agent
 
@@ -197,6 +200,21 @@ async def test_a_pool_that_is_no_longer_used_is_not_pinned_any_more(
         go_on.set()
     assert len(pinned) == 1
     assert mapped("memfd:kvd:lent") == before
+
+
+def test_our_own_pools_are_unpinned_while_a_peers_are_pinned() -> None:
+    go_on = threading.Event()
+    of_peer = MappedPool(Mock(), lambda: None, partial(go_on.wait, MOMENT))
+    mappings = Mappings(Mock(map_pool=lambda *_: of_peer))
+    mappings.add(0x1000, SIZE)
+    mappings.pin_for("GPU-1")
+    mappings.map_pool(Mock(), 0)
+    unpinned = mappings.remove(0x1000)
+    assert unpinned is not None
+    unpinned.result(MOMENT)
+    assert not go_on.is_set()
+    go_on.set()
+    mappings.stop()
 
 
 async def test_a_pool_that_cannot_be_unmapped_keeps_no_other_one_mapped_and_the_log_has_it(

@@ -141,7 +141,7 @@ class HandshakeActor(Actor):
             hello = Hello(settings.daemon, settings.incarnation, host=settings.host)
             say = self._port.greet if peer.state is State.GREETING else self._port.ask
             say(peer.link, codec.encode(hello))
-            peer.hello_open = True
+            peer.is_heeded = True
 
     def _free_slot(self, peer: Peer) -> None:
         """Frees the slot of `peer` for the next ones."""
@@ -170,8 +170,8 @@ class HandshakeActor(Actor):
             return
         if isinstance(reply, Pong):
             self._ponged(peer, reply)
-        elif peer.hello_open:  # else nobody asked it, and it would have us work as fast as it sends
-            peer.hello_open = False
+        elif peer.is_heeded:  # else it would have us work as fast as it sends
+            peer.is_heeded = False
             if isinstance(reply, Welcome):
                 self._welcome(peer, reply)
             else:
@@ -287,6 +287,7 @@ class HandshakeActor(Actor):
             self._take_slot(peer)
         else:
             self._port.ask(peer.link, codec.encode(peer.ping()))
+            peer.is_heeded = True  # it refuses the requests, too, that it cannot read
         self.later(settings.heartbeat, self._beat, link)
 
     def forget(self, address: str, announced: int) -> None:

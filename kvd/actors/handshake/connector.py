@@ -11,7 +11,7 @@ import structlog
 from kvd import limits
 from kvd.actors.handshake.peer import Peer
 from kvd.actors.handshake.peers import PeerListener, Peers
-from kvd.actors.runtime.actor import Actor
+from kvd.actors.runtime.actor import Actor, Component
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch
 from kvd.errors import KvdError
@@ -31,7 +31,7 @@ class _Wanted(NamedTuple):
     """Whether a pull waits for it."""
 
 
-class Connector:
+class Connector(Component):
     """Calls `opened` with each new peer, and `met(address, worker)` once the peer is known that a pull needs."""
 
     def __init__(
@@ -47,6 +47,7 @@ class Connector:
     ) -> None:
         self.expected: frozenset[str] = frozenset()
         """Where daemons are that are met ahead of the first pull."""
+        self.actor = actor
         self._context = context
         self._port = port
         self._peers = peers
@@ -69,15 +70,18 @@ class Connector:
 
     def _connect(self, some: list[_Wanted]) -> None:
         for wanted in some:
-            try:
-                peer = self._peers.by_address.get(wanted.address) or self._open(wanted)
-            except KvdError as error:
-                self._refused(wanted, error)
-                continue
-            if wanted.at_once:
-                self._met(wanted.address, wanted.worker)
-            else:
-                peer.needed = self._context.loop.time()
+            self.actor.call(self._connect_to, wanted)  # a defect costs the one that met it
+
+    def _connect_to(self, wanted: _Wanted) -> None:
+        try:
+            peer = self._peers.by_address.get(wanted.address) or self._open(wanted)
+        except KvdError as error:
+            self._refused(wanted, error)
+            return
+        if wanted.at_once:
+            self._met(wanted.address, wanted.worker)
+        else:
+            peer.needed = self._context.loop.time()
 
     def _open(self, wanted: _Wanted) -> Peer:
         self._peers.check_room(wanted.worker)

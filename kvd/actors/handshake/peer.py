@@ -47,8 +47,8 @@ class Peer:
     """When it was last needed or sent a request about a lease."""
     wanted: bool = False
     """Whether a pull waits for it."""
-    hello_open: bool = False
-    """Whether it was sent a hello, and neither a welcome nor a refusal has come since."""
+    is_heeded: bool = False
+    """Whether its next welcome or refusal counts: one does for each hello, and for each ping beside requests."""
     worker: str = ""
     """The worker whose pull was the first to need it; empty if it was expected."""
     announced: int = 0

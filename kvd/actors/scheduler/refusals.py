@@ -71,6 +71,7 @@ class Refusals:
         """What was asked of this peer is lost."""
         for transfer in self._transfers.values():
             if transfer.address == address:
+                transfer.lost = error
                 self._failing.put((transfer, error, True))
 
     def _fail(self, failing: list[tuple[Transfer, KvdError, bool]]) -> None:

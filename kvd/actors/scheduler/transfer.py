@@ -25,6 +25,7 @@ from kvd.actors.runtime.machine import Step, Table
 from kvd.actors.runtime.pools import PeerView
 from kvd.actors.runtime.spans import TransferSpan
 from kvd.actors.scheduler.routes import Source, Told, is_large, plan_read
+from kvd.errors import KvdError
 from kvd.plan import Descriptors, Section
 from kvd.protocol.peer import Grant
 from kvd.protocol.ticket import TicketRank, proof, stamp
@@ -228,6 +229,8 @@ class Transfer(Struct, eq=False):
     """The producer was asked to hold the lease."""
     granted: bool = False
     """The producer holds the lease for this claim."""
+    lost: KvdError | None = None
+    """Why its producer is lost; None if it is not."""
     released: bool = False
     """The producer was told that the claim is not wanted any more."""
     unanswered: Message | None = None

@@ -223,7 +223,8 @@ class Transfers(Component):
             self._read_ended(transfer, Event.UNPROVEN)
             return
         self._context.metrics.reads_failed.inc()
-        self._read_ended(transfer, Event.BROKE, refusal(ErrorCode.TRANSPORT, event.reason))
+        # The reads of a lost producer fail with it, and may do so before their turn has come.
+        self._read_ended(transfer, Event.BROKE, transfer.lost or refusal(ErrorCode.TRANSPORT, event.reason))
 
     def _read_ended(self, transfer: Transfer, event: Event, error: KvdError | None = None) -> None:
         early = transfer.state is State.DRAINING and self._left_early(transfer)

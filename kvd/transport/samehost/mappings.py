@@ -1,4 +1,4 @@
-"""What the loop does not wait for: mappings that are pinned for a GPU, unpinned and unmapped, by one thread in order.
+"""What the loop does not wait for: mappings that are pinned for a GPU, unpinned and unmapped, by threads, in order.
 
 To pin a GiB takes tenths of a second. To unmap one took 0.03 s on small pages that had been touched; where nobody else
 has the pool any more its memory is freed as well, in 0.28 s.
@@ -33,7 +33,9 @@ class Mappings:
         self._gpu = ""
         self._mapped: set[MappedPool] = set()
         """Pools of peers that are in use: others are not pinned any more, however many wait for that."""
-        self._thread = ThreadPoolExecutor(1, "kvd-map")
+        self._own = ThreadPoolExecutor(1, "kvd-pin")
+        self._peers = ThreadPoolExecutor(1, "kvd-map")
+        """Apart: our workers wait for theirs to be unpinned, and a peer's may take long to pin."""
         self._stopping = threading.Lock()
         self._stopped = False
 
@@ -45,7 +47,7 @@ class Mappings:
     def remove(self, base: int) -> Future[None] | None:
         """It ends, and may be unmapped once the result is there; None if it may be now."""
         pinned = self._lengths.pop(base, 0) and self._gpu
-        return self._submit(partial(self._devices.unpin, base)) if pinned else None
+        return self._submit(self._own, partial(self._devices.unpin, base)) if pinned else None
 
     def pin_for(self, gpu: str) -> None:
         """A peer has pools on the GPU with this UUID. The first that is named copies to all of our host pools."""
@@ -56,13 +58,14 @@ class Mappings:
 
     def _pin(self, base: int) -> None:
         if self._gpu:
-            self._submit(partial(self._try_to_pin, partial(self._devices.pin, self._gpu, base, self._lengths[base])))
+            pin = partial(self._devices.pin, self._gpu, base, self._lengths[base])
+            self._submit(self._own, partial(self._try_to_pin, pin))
 
     def map_pool(self, pool: ExportedPool, descriptor: int) -> MappedPool:
-        """As `Devices.map_pool`, on any thread; what pins and unmaps the pool is left to the one here."""
+        """As `Devices.map_pool`, on any thread; what pins and unmaps the pool is left to one here."""
         mapped = self._devices.map_pool(pool, descriptor)
         self._mapped.add(mapped)
-        self._submit(partial(self._try_to_pin, partial(self._pin_mapped, mapped)))
+        self._submit(self._peers, partial(self._try_to_pin, partial(self._pin_mapped, mapped)))
         return MappedPool(mapped.memory, partial(self._unmap, mapped))
 
     def _pin_mapped(self, mapped: MappedPool) -> None:
@@ -71,19 +74,20 @@ class Mappings:
 
     def _unmap(self, mapped: MappedPool) -> None:
         self._mapped.discard(mapped)
-        if self._submit(partial(_try_to_unmap, mapped)) is None:
+        if self._submit(self._peers, partial(_try_to_unmap, mapped)) is None:
             _try_to_unmap(mapped)
 
     def stop(self) -> None:
         """Pins nothing any more, and waits until everything is unmapped that was closed."""
         with self._stopping:
             self._stopped = True
-        self._thread.shutdown(wait=True)
+        for thread in (self._own, self._peers):
+            thread.shutdown(wait=True)
 
-    def _submit(self, call: Callable[[], None]) -> Future[None] | None:
-        """Has the thread make a call; None if it makes none any more."""
+    def _submit(self, thread: ThreadPoolExecutor, call: Callable[[], None]) -> Future[None] | None:
+        """Has a thread make a call; None if it makes none any more."""
         with self._stopping:
-            return None if self._stopped else self._thread.submit(call)
+            return None if self._stopped else thread.submit(call)
 
     def _try_to_pin(self, pin: Callable[[], None]) -> None:
         if self._stopped:

@@ -55,3 +55,20 @@ def test_an_address_that_cannot_be_connected_to_fails_its_pull_and_keeps_nobody_
     assert (failed.request, failed.code) == ("bad", ErrorCode.PEER_LOST)
     assert "no address: nonsense" in failed.text
     assert len(stage.dependencies.peer_port.links) == len(ADDRESSES)
+
+
+def test_a_defect_in_one_connecting_costs_no_other(stage, monkeypatch):
+    port, failures = stage.dependencies.peer_port, [RuntimeError("no")]
+    connect = port.connect
+
+    def once_failing(*arguments):
+        if failures:
+            raise failures.pop()
+        return connect(*arguments)
+
+    port.connect = once_failing
+    with pytest.raises(AssertionError):  # the stage tells of the defect
+        stage.pull("p", (), ticket=ticket_of(ADDRESSES), timeout=60.0)
+    stage.failures.clear()
+    stage.run()
+    assert len(port.links) == len(ADDRESSES) - 1

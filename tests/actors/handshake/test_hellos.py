@@ -50,7 +50,7 @@ def test_refusals_and_wrong_welcomes_count_once_for_each_hello(stage):
 
 
 @pytest.mark.parametrize("loading", [False, True], ids=["ready", "loading"])
-def test_a_refusal_after_the_welcome_answers_nothing_and_changes_nothing(stage, loading):
+def test_refusals_after_the_welcome_answer_nothing_and_change_nothing(stage, loading):
     if loading:
         stage.dependencies.transport.add_peer = lambda *_: None
     stage.pull(timeout=60.0)
@@ -60,6 +60,16 @@ def test_a_refusal_after_the_welcome_answers_nothing_and_changes_nothing(stage, 
     assert len(stage.asks(Hello)) == 1
     assert stage.notified == []
     assert stage.actors.handshake.report()[0].state == ("loading" if loading else "ready")
+
+
+def test_a_peer_that_refuses_what_it_was_asked_is_lost_once_a_heartbeat(stage):
+    """It cannot read a claim, say: with no number of its own that is refused as a hello is."""
+    stage.pull(timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.run(1.0)
+    stage.peer_says(Refuse(0, ErrorCode.BAD_MESSAGE, "what is that?"))
+    [failed] = stage.notified
+    assert (failed.code, "what is that?" in failed.text) == (ErrorCode.PEER_LOST, True)
 
 
 def test_a_peer_that_is_asked_for_its_pools_again_may_refuse_that(stage):

@@ -5,7 +5,8 @@ import pytest
 from kvd import limits
 from kvd.actors.runtime.actor import call
 from kvd.protocol.peer import Broken, Claim, Grant
-from kvd.protocol.worker import Cancel
+from kvd.protocol.worker import Cancel, Failed
+from kvd.transport.interface import PeerFailed, ReadFailed
 from tests.actors.batches import sizes_of
 from tests.actors.stage import welcome_of
 
@@ -32,7 +33,7 @@ def read_all(stage):
 
 
 def codes(stage):
-    return [(item.request, item.code) for item in stage.notified]
+    return [(item.request, item.code) for item in stage.notified if isinstance(item, Failed)]
 
 
 def test_pulls_that_waited_for_one_producer_are_claimed_some_at_a_time(stage, monkeypatch):
@@ -118,3 +119,17 @@ def test_a_pool_that_is_given_back_ends_its_pulls_some_at_a_time(stage, monkeypa
     stage.run()
     assert sizes == TWO_AT_A_TIME
     assert codes(stage) == [(f"p{number}", "pool_busy") for number in range(PULLS)]
+
+
+def test_the_reads_of_a_producer_that_is_lost_fail_with_it_before_their_turn_too(stage):
+    for number in range(1, PULLS + 1):
+        stage.pull(f"p{number}", blocks=(number,), call=number, offered=(0,), timeout=60.0)
+    stage.peer_says(welcome_of())
+    for number in range(1, PULLS + 1):
+        stage.peer_says(Grant(number, 7, 1, 5))
+    transport = stage.dependencies.transport
+    transport.on_event(PeerFailed("peer#1", "it hung up"))
+    for number in range(1, PULLS + 1):
+        stage.loop.call_later(0.0, transport.on_event, ReadFailed(number, "we have no peer 'peer#1'"))
+    stage.run()
+    assert codes(stage) == [(f"p{number}", "peer_lost") for number in range(1, PULLS + 1)]
