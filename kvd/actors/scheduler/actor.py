@@ -80,6 +80,7 @@ class SchedulerActor(Actor):
             self.transfers,
             handshake=handshake,
             pulls=self._all,
+            route=self._route,
             step=self._step,
         )
         self._leaving = LeavingPulls(context, self, give_up=lambda pull: self._step(pull, Event.FAIL))
@@ -118,7 +119,10 @@ class SchedulerActor(Actor):
             pull.span = self._context.spans.pull(pool.name, request)
         self._pulls[key] = pull
         self._deadlines.set(key, now + request.timeout)
-        self._unrouted.begin(pull)
+        if pull.awaited:
+            self._step(pull, Event.MISSING)
+        else:
+            self._route(pull)
 
     def _check(self, key: PullKey) -> None:
         if self._draining:
@@ -126,6 +130,46 @@ class SchedulerActor(Actor):
         if key in self._pulls:
             text = f"the pull {key[1]!r} has not ended, or its blocks are in quarantine; use a new id"
             raise refusal(ErrorCode.DUPLICATE_REQUEST, text)
+
+    def _route(self, pull: Pull) -> None:
+        """Goes on with a pull whose producers' daemons are all ready."""
+        try:
+            event = self._find_transfers(pull)
+        except KvdError as error:
+            self._step(pull, Event.FAIL, error)
+        else:
+            if event is not None:
+                self._step(pull, event)
+
+    def _find_transfers(self, pull: Pull) -> Event | None:
+        """Adds a transfer to the pull for each producer rank that it has to do with, or says what it waits for.
+
+        None while its route is being worked out.
+        """
+        pull.routing = None  # one between its producers as they were is not waited for any more
+        self._producers.check_names(pull.ticket)
+        missing = self._producers.without_pool(pull.ticket)
+        if missing and pull.lookups_left > 0:
+            return self._look_up(pull, missing)
+        if missing and self._producers.may_come(pull.ticket, missing):
+            return Event.ABSENT
+        pull.views = self._producers.views(pull.ticket)
+        try:
+            sources = self._producers.sources(pull)
+        except KvdError:
+            if pull.unasked:  # a producer's engine may have changed its layout since its daemon was asked
+                return self._look_up(pull, set(pull.unasked))
+            raise
+        if sources is None:
+            return None
+        for source in sources:
+            self.transfers.add(pull, source)
+        return Event.ROUTED
+
+    def _look_up(self, pull: Pull, addresses: set[str]) -> Event:
+        pull.awaited = addresses
+        pull.lookups_left -= 1
+        return Event.MISSING
 
     # --- its producers ----------------------------------------------------------------------------------------------
 

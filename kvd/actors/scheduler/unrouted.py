@@ -16,7 +16,7 @@ from kvd.errors import KvdError, refusal
 
 
 class UnroutedPulls:
-    """Takes pulls to their transfers, by `step`. `pulls` gives all there are, those that are leaving too.
+    """Has pulls go on by `route`, or end by `step`. `pulls` gives all there are, those that are leaving too.
 
     Those that waited for the same go on some at a time: to route, claim and plan one may take a millisecond.
     """
@@ -30,6 +30,7 @@ class UnroutedPulls:
         *,
         handshake: HandshakeActor,
         pulls: Callable[[], list[Pull]],
+        route: Callable[[Pull], None],
         step: Callable[[Pull, Event, KvdError | None], None],
     ) -> None:
         self._context = context
@@ -38,6 +39,7 @@ class UnroutedPulls:
         self._transfers = transfers
         self._handshake = handshake
         self._pulls = pulls
+        self._route = route
         self._step = step
         self._ready: Batch[Pull] = Batch(scheduler, self._go_on, _weight)
         """Those whose producers' daemons, or whose route, are known now; and routed ones with grants that waited."""
@@ -45,13 +47,6 @@ class UnroutedPulls:
     def of(self, address: str) -> list[Pull]:
         """Those that have to do with this peer."""
         return [pull for pull in self._pulls() if pull.state in UNROUTED and pull.reads_from(address)]
-
-    def begin(self, pull: Pull) -> None:
-        """Begins with a pull."""
-        if pull.awaited:
-            self._step(pull, Event.MISSING, None)
-        else:
-            self._route(pull)
 
     def connect(self, pull: Pull) -> None:
         """Has the daemons asked that a pull waits for."""
@@ -108,48 +103,6 @@ class UnroutedPulls:
                 self._transfers.rerouted(pull)
             elif not pull.awaited:  # it waits for a daemon again if that has restarted meanwhile
                 self._route(pull)
-
-    # --- its transfers ----------------------------------------------------------------------------------------------
-
-    def _route(self, pull: Pull) -> None:
-        """Goes on with a pull whose producers' daemons are all ready."""
-        try:
-            event = self._find_transfers(pull)
-        except KvdError as error:
-            self._step(pull, Event.FAIL, error)
-        else:
-            if event is not None:
-                self._step(pull, event, None)
-
-    def _find_transfers(self, pull: Pull) -> Event | None:
-        """Adds a transfer to the pull for each producer rank that it has to do with, or says what it waits for.
-
-        None while its route is being worked out.
-        """
-        pull.routing = None  # one between its producers as they were is not waited for any more
-        self._producers.check_names(pull.ticket)
-        missing = self._producers.without_pool(pull.ticket)
-        if missing and pull.lookups_left > 0:
-            return self._look_up(pull, missing)
-        if missing and self._producers.may_come(pull.ticket, missing):
-            return Event.ABSENT
-        pull.views = self._producers.views(pull.ticket)
-        try:
-            sources = self._producers.sources(pull)
-        except KvdError:
-            if pull.unasked:  # a producer's engine may have changed its layout since its daemon was asked
-                return self._look_up(pull, set(pull.unasked))
-            raise
-        if sources is None:
-            return None
-        for source in sources:
-            self._transfers.add(pull, source)
-        return Event.ROUTED
-
-    def _look_up(self, pull: Pull, addresses: set[str]) -> Event:
-        pull.awaited = addresses
-        pull.lookups_left -= 1
-        return Event.MISSING
 
 
 def _weight(pull: Pull) -> int:
