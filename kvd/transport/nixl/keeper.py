@@ -29,8 +29,8 @@ HUNG_PINGS: Final = 25
 """In a row to which it may say nothing. The watchdog sends one a second, and gives a daemon that hangs longer."""
 
 REGISTERED_PER_PING: Final = 256 * limits.MIB
-"""Bytes of pools that are being registered for which it may leave one more ping unanswered. To fault in a GiB on small
-pages took 0.2 s of a core, 2 s beside the work of others; for RDMA the device has to pin them, too."""
+"""Bytes of pools that are being registered for which it may leave one more ping unanswered. Their pages are faulted in
+meanwhile, by less than a core where others work, too; for RDMA the device has to pin them as well."""
 
 _SIGNS_OF_LIFE: Final = (Answered, Registered, RegisterFailed, Deregistered)
 """What it says while it gets to no ping, as it registers one large pool after the other."""
