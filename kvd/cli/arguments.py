@@ -47,7 +47,11 @@ def output_file(text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: its folder cannot be made: {error.strerror}") from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    try:
+        can_be = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError as error:  # its folder cannot be searched, or no name is so long
+        raise argparse.ArgumentTypeError(f"{text!r}: cannot be written: {error.strerror}") from error
+    if not can_be:
         raise argparse.ArgumentTypeError(f"{text!r}: cannot be written")
     return path
 

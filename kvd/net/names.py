@@ -10,15 +10,18 @@ import contextlib
 import ipaddress
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
 import zmq
 
+from kvd.net.priority_slots import PrioritySlots
+
 _THREADS: Final = 16
 _SHARE: Final = 4
 """Of one party: a thread is kept for as long as the system's resolver waits for its servers, 20 s and more."""
+_NOBODY: Final = "(nobody)"
+"""The party of daemons that no worker needs yet."""
 
 Resolve = Callable[[str], str]
 
@@ -50,8 +53,6 @@ class NamedHost:
     def __init__(self, dealer: "zmq.Socket[bytes]", name: str, port: str, party: str) -> None:
         self.name = name
         self.party = party
-        self.waits_for: set[str] = set()
-        """The parties whose turn it waits for."""
         self.then: Callable[[], object] | None = None
         """What is done once the name leads elsewhere; None if it is not being looked up."""
         self.trouble = ""
@@ -89,10 +90,8 @@ class HostNames:
         self._resolve = resolve
         self._hosts: dict[int, NamedHost] = {}
         """By link; one whose address has no name is not here."""
-        self._waiting: dict[str, dict[NamedHost, None]] = {}
-        """By party; a host may wait for several."""
-        self._running: Counter[str] = Counter()
-        """How many threads each party has."""
+        self._slots: PrioritySlots[NamedHost] = PrioritySlots(_THREADS, _SHARE)
+        """Threads, and the hosts that wait for one; a host may wait for several parties."""
 
     def add(self, link: int, host: NamedHost) -> None:
         """Has the name of a link looked up whenever `find` is called."""
@@ -108,22 +107,17 @@ class HostNames:
             then()
         if host is None:
             return
-        if host.then is None:
-            host.trouble = host.trouble or f"no name server has answered for {host.name!r} yet"
-            self._wait(host, host.party)
+        is_new = host.then is None
         host.then = then
-        self._go_on()
+        if is_new:
+            host.trouble = host.trouble or f"no name server has answered for {host.name!r} yet"
+            self._take_turn(host, host.party)
 
     def hurry(self, link: int, party: str) -> None:
         """Has a name that waits looked up in the turn of this party, if that comes first: it needs the link, too."""
         host = self._hosts.get(link)
-        if host is not None and host.waits_for:
-            self._wait(host, party)
-            self._go_on()
-
-    def _wait(self, host: NamedHost, party: str) -> None:
-        self._waiting.setdefault(party, {})[host] = None
-        host.waits_for.add(party)
+        if host is not None and host.then is not None and host not in self._slots:
+            self._take_turn(host, party)
 
     def trouble(self, link: int) -> str:
         """Why it is not known where the name of a link leads; empty if it is."""
@@ -134,44 +128,33 @@ class HostNames:
         host = self._hosts.pop(link, None)
         if host is not None:
             host.then = None
-            self._take_out(host)
+            if host not in self._slots:  # else it has its thread until that has an answer
+                self._slots.forget(host)
 
-    def _take_out(self, host: NamedHost) -> None:
-        """Of those that wait; the next turn is another party's."""
-        for party in host.waits_for:
-            waiting = self._waiting.pop(party)
-            del waiting[host]
-            if waiting:
-                self._waiting[party] = waiting
-        host.waits_for.clear()
+    def _take_turn(self, host: NamedHost, party: str) -> None:
+        if self._slots.enter(host, urgent=True, owner=party, party=party or _NOBODY):
+            self._start(host)
 
-    def _go_on(self) -> None:
-        for party, waiting in self._waiting.items():
-            if self._running.total() < _THREADS and self._running[party] < _SHARE:
-                self._start(next(iter(waiting)), party)
-                return
-
-    def _start(self, host: NamedHost, party: str) -> None:
-        arguments = asyncio.get_running_loop(), host, party
+    def _start(self, host: NamedHost) -> None:
+        arguments = asyncio.get_running_loop(), host
         try:
             # The end of the daemon does not wait for it.
             threading.Thread(target=self._look_up, args=arguments, name="kvd-name", daemon=True).start()
-        except RuntimeError as error:  # this user has too many; the next call tries again
-            host.trouble = f"the name {host.name!r} cannot be looked up: {error}"
-            return
-        self._running[party] += 1
-        self._take_out(host)
+        except RuntimeError as error:  # this user has too many; the next `find` tries again
+            self._slots.leave(host)
+            host.looked_up("", str(error))
 
-    def _look_up(self, loop: asyncio.AbstractEventLoop, host: NamedHost, party: str) -> None:
+    def _look_up(self, loop: asyncio.AbstractEventLoop, host: NamedHost) -> None:
         number = why = ""
         try:
             number = self._resolve(host.name)
-        except (OSError, UnicodeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, its slot is needed by others
             why = str(error)
         with contextlib.suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(self._ended, host, party, number, why)
+            loop.call_soon_threadsafe(self._ended, host, number, why)
 
-    def _ended(self, host: NamedHost, party: str, number: str, why: str) -> None:
-        self._running -= Counter([party])
+    def _ended(self, host: NamedHost, number: str, why: str) -> None:
+        self._slots.leave(host)
+        while (other := self._slots.next()) is not None:
+            self._start(other)
         host.looked_up(number, why)
-        self._go_on()

@@ -73,6 +73,7 @@ class Reply:
             with contextlib.suppress(ClientGone):
                 await self.send(b"data: " + _encode(error) + b"\n\n")
         transport.close()  # without the mark of a whole body
+        asyncio.get_running_loop().call_later(limits.CLIENT_SECONDS, transport.abort)  # unless that has been taken
         return self.response
 
 

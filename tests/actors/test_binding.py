@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from kvd import limits
-from kvd.actors.handshake.priority_slots import PrioritySlots
 from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode, Unavailable
+from kvd.net.priority_slots import PrioritySlots
 from kvd.protocol.peer import Claim, Grant, Held, Hello, PoolInfo, Welcome
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
@@ -276,7 +276,7 @@ class SlowlySpelled(Spelled):
 
     def refresh(self, name):
         """A pull by this address needs to know more of the daemon."""
-        call(self.actors.handshake.need, f"tcp://{name}:1", stale=True)
+        call(self.actors.handshake.need, f"tcp://{name}:1", worker="w", stale=True)
         self.run()
 
     def pull_more(self, name):

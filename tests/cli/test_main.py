@@ -81,8 +81,12 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(c
 @pytest.mark.parametrize("flag", ["bench --json", "bench --plot", "demo --plot"])
 @pytest.mark.parametrize(
     ("place", "said"),
-    [("file/figures", "its folder cannot be made: File exists"), ("folder", "cannot be written")],
-    ids=["below a file", "a folder"],
+    [
+        ("file/figures", "its folder cannot be made: File exists"),
+        ("folder", "cannot be written"),
+        (300 * "a", "cannot be written: File name too long"),
+    ],
+    ids=["below a file", "a folder", "too long a name"],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(flag, place, said, tmp_path, capsys):
     (tmp_path / "file").touch()

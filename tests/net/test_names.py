@@ -229,6 +229,17 @@ async def test_the_names_of_one_party_do_not_keep_those_of_another_waiting(
     assert len(servers.asked) == FEW + 1, "nobody waits for the others any more"
 
 
+async def test_names_that_no_worker_needs_leave_threads_to_those_that_one_needs(
+    servers: Servers, producer: Daemon, consumer: Daemon
+) -> None:
+    servers.numbers["pod.example"] = "127.0.0.1"
+    for number in range(100):
+        consumer.port.greet(consumer.port.connect(f"tcp://hangs-{number}.example:1"), b"hello")
+    consumer.port.greet(consumer.port.connect(producer.named("pod.example"), "worker"), b"hello")
+    await hears(producer, b"hello")
+    assert len(servers.asked) == FEW + 1
+
+
 async def test_parties_take_turns_where_all_threads_are_taken(servers: Servers, consumer: Daemon) -> None:
     for party in range(5):
         for number in range(2 * FEW):

@@ -10,13 +10,13 @@ from kvd.actors.handshake.introductions import Introductions, SpeaksFor, check_w
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
 from kvd.actors.handshake.peer_table import TABLE, Effect, Event, State
 from kvd.actors.handshake.peers import PeerListener, Peers
-from kvd.actors.handshake.priority_slots import PrioritySlots
 from kvd.actors.runtime.actor import Actor, Background, OnFailure
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Deadlines
 from kvd.actors.runtime.pools import PeerPool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import PeerPort
+from kvd.net.priority_slots import PrioritySlots
 from kvd.protocol import codec
 from kvd.protocol.address import key_of
 from kvd.protocol.peer import Hello, Pong, Refuse, Welcome
@@ -80,10 +80,10 @@ class HandshakeActor(Actor):
 
     # --- peers that we connect to -----------------------------------------------------------------------------------
 
-    def need(self, address: str, *, stale: bool = False, worker: str = "") -> None:
+    def need(self, address: str, *, worker: str, stale: bool = False) -> None:
         """Makes the peer ready that a pull of `worker` needs; says so at once if it is.
 
-        The listener's `up` or `down` follows. `stale` is set if its pools have changed.
+        The listener's `up`, `down` or `refused` follows. `stale` is set if its pools have changed.
         """
         peer = self._peers.by_address.get(address)
         if peer is None:

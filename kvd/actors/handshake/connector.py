@@ -4,7 +4,8 @@ To open a link takes 0.15 ms, and a ticket may name a thousand addresses that no
 """
 
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from itertools import islice
+from typing import Final
 
 import structlog
 
@@ -23,12 +24,8 @@ _AT_ONCE: Final = 16
 """Links that are opened before sockets are read again."""
 
 
-class _Wanted(NamedTuple):
-    address: str
-    worker: str
-    """Whose pull needs the daemon there; empty if it is expected."""
-    at_once: bool
-    """Whether a pull waits for it."""
+_EXPECTED: Final = ""
+"""In place of a worker's name."""
 
 
 class Connector(Component):
@@ -54,47 +51,66 @@ class Connector(Component):
         self._listener = listener
         self._opened = opened
         self._met = met
-        self._wanted: Batch[_Wanted] = Batch(actor, self._connect, lambda _: limits.BATCH_BLOCKS // _AT_ONCE)
+        self._wanted: dict[str, dict[str, None]] = {}
+        """Addresses in order, by the worker whose pulls need the daemons there."""
+        self._turns: Batch[str] = Batch(actor, self._connect, lambda _: limits.BATCH_BLOCKS // _AT_ONCE)
 
     def need(self, address: str, worker: str) -> None:
-        """Connects to the daemon that a pull of `worker` needs; the listener's `down` follows if that cannot be."""
-        self._wanted.put(_Wanted(address, worker, at_once=True))
+        """Connects to the daemon that a pull of `worker` needs; the listener's `refused` follows if that cannot be."""
+        waiting = self._wanted.get(worker, {})
+        if address in waiting:
+            return
+        try:
+            self._peers.check_room(worker, len(waiting))
+        except KvdError as error:
+            self._listener.refused(address, worker, error.text)
+        else:
+            self._want(address, worker)
 
     def expect(self, addresses: frozenset[str]) -> None:
         """Connects to these daemons, and those of the last list may be forgotten. Logs those that it cannot meet."""
         for address in sorted(addresses - self.expected):
-            self._wanted.put(_Wanted(address, "", at_once=False))
+            self._want(address, _EXPECTED)
         for address in (self.expected - addresses) & self._peers.by_address.keys():
             self._peers.by_address[address].needed = self._context.loop.time()
         self.expected = addresses
 
-    def _connect(self, some: list[_Wanted]) -> None:
-        for wanted in some:
-            self.actor.call(self._connect_to, wanted)  # a defect costs the one that met it
+    def _want(self, address: str, worker: str) -> None:
+        self._wanted.setdefault(worker, {})[address] = None
+        self._turns.put(worker)
 
-    def _connect_to(self, wanted: _Wanted) -> None:
+    def _connect(self, workers: list[str]) -> None:
+        """Workers take turns, as one may make up addresses faster than links can be opened."""
+        for worker in workers:
+            waiting = self._wanted[worker]
+            for address in list(islice(waiting, _AT_ONCE // len(workers))):
+                del waiting[address]
+                self.actor.call(self._connect_to, address, worker)  # a defect costs the one that met it
+            if waiting:
+                self._turns.put(worker)
+            else:
+                del self._wanted[worker]
+
+    def _connect_to(self, address: str, worker: str) -> None:
         try:
-            peer = self._peers.by_address.get(wanted.address) or self._open(wanted)
+            peer = self._peers.by_address.get(address) or self._open(address, worker)
         except KvdError as error:
-            self._refused(wanted, error)
+            if worker == _EXPECTED:
+                _log.warning("expected peer cannot be met", address=address, reason=error.text)
+            else:
+                self._listener.refused(address, worker, error.text)
             return
-        if wanted.at_once:
-            self._met(wanted.address, wanted.worker)
-        else:
+        if worker == _EXPECTED:
             peer.needed = self._context.loop.time()
+        else:
+            self._met(address, worker)
 
-    def _open(self, wanted: _Wanted) -> Peer:
-        self._peers.check_room(wanted.worker)
-        link = self._port.connect(wanted.address, wanted.worker)
+    def _open(self, address: str, worker: str) -> Peer:
+        self._peers.check_room(worker)
+        link = self._port.connect(address, worker)
         now = self._context.loop.time()
-        peer = Peer(wanted.address, link, silent_from=now, wanted=wanted.at_once, worker=wanted.worker)
+        peer = Peer(address, link, silent_from=now, wanted=worker != _EXPECTED, worker=worker)
         self._peers.add(peer)
         self._context.metrics.peers.labels(peer.state).inc()
         self._opened(peer)
         return peer
-
-    def _refused(self, wanted: _Wanted, error: KvdError) -> None:
-        if wanted.at_once:
-            self._listener.down(wanted.address, error.text, restarted=False)
-        else:
-            _log.warning("expected peer cannot be met", address=wanted.address, reason=error.text)

@@ -30,16 +30,18 @@ class Peers:
         """Those that are not ready, or slow, by link."""
         self._of_worker: Counter[str] = Counter()
 
-    def check_room(self, worker: str) -> None:
+    def check_room(self, worker: str, waiting: int = 0) -> None:
         """Checks that there is room for another peer, for pulls of `worker` (empty if it is expected).
+
+        So many more are `waiting` to become peers.
 
         Raises:
             Unavailable: `OVERLOADED`, there are too many, in all or for this worker.
 
         """
-        if len(self.by_address) >= limits.MAX_PEERS:
+        if len(self.by_address) + waiting >= limits.MAX_PEERS:
             raise refusal(ErrorCode.OVERLOADED, f"{limits.MAX_PEERS} peers are known, which is the bound")
-        if worker and self._of_worker[worker] >= limits.MAX_PEERS_PER_WORKER:
+        if worker and self._of_worker[worker] + waiting >= limits.MAX_PEERS_PER_WORKER:
             text = f"pulls of {worker!r} have led to {limits.MAX_PEERS_PER_WORKER} daemons, which is a worker's share"
             raise refusal(ErrorCode.OVERLOADED, f"{text}; those that it does not need are forgotten in a while")
 
@@ -110,6 +112,8 @@ class PeerListener(Struct, frozen=True):
     up: Callable[[PeerView], None]
     """A peer is ready, or has told us about its pools again."""
     down: PeerDown
+    refused: Callable[[str, str, str], None]
+    """The daemon at this address cannot be connected to for pulls of this worker, and why."""
     idle: Callable[[str, int], None]
     """No pull has needed the peer at this address for long; answered by `HandshakeActor.forget` unless one will.
 

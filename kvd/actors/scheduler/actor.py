@@ -189,6 +189,11 @@ class SchedulerActor(Actor):
         self._unrouted.peer_down(address, error, restarted=restarted)
         self.transfers.lose(address, error)
 
+    def peer_refused(self, address: str, worker: str, reason: str) -> None:
+        """Fails what waits for this peer of one worker: others may have it connected to, or more room."""
+        error = refusal(ErrorCode.PEER_LOST, f"the daemon at {address} cannot be met: {reason}")
+        self._unrouted.peer_refused(address, worker, error)
+
     def peer_idle(self, address: str, announced: int) -> None:
         """No pull has needed this peer for long. It is forgotten, unless a transfer or a pull to be routed needs it.
 

@@ -61,7 +61,7 @@ class Grants:
             if not told and not self._reroute(transfer, grant):
                 transfer.early_grant = grant
                 if transfer.pull.routing is None:  # otherwise it waits for a route, and not for word from the peer
-                    call(self._handshake.need, transfer.address, stale=True)
+                    call(self._handshake.need, transfer.address, worker=transfer.pull.key[0], stale=True)
                 return
             grows = not transfer.told.whole
             planned = not grows and self._plans.plan(transfer)

@@ -12,7 +12,8 @@ from kvd.actors.runtime.deferred import Batch
 from kvd.actors.runtime.pace import WarnOnce
 from kvd.actors.scheduler.peer_requests import PeerRequests
 from kvd.actors.scheduler.transfer import OPEN, TELLING, Event, State, Transfer
-from kvd.errors import ErrorCode, KvdError
+from kvd.errors import ErrorCode, KvdError, error_from_code
+from kvd.protocol.peer import Broken
 
 _NOT_BELIEVED: Final = frozenset({ErrorCode.BAD_TICKET, ErrorCode.OFFER_GONE})
 
@@ -33,10 +34,8 @@ class Refusals:
         self._requests = requests
         self._transfers = transfers
         self._step = step
-        self._failing: Batch[tuple[Transfer, KvdError, bool]] = Batch(
-            scheduler, self._fail, lambda _each: limits.BLOCKS_PER_PULL
-        )
-        """What fails of those that are many at once, why, and whether its producer is lost."""
+        self._failing: Batch[Transfer] = Batch(scheduler, self._fail, lambda _: limits.BLOCKS_PER_PULL)
+        """Those that may be many at once."""
         self._once = WarnOnce(structlog.get_logger("kvd.scheduler"), "kvd_tickets_refused_total")
 
     def refused(self, transfer: Transfer, error: KvdError) -> None:
@@ -63,21 +62,28 @@ class Refusals:
             text=error.text,
         )
 
-    def broken(self, transfer: Transfer, error: KvdError) -> None:
-        """A producer holds the lease no more, perhaps with many others."""
-        self._failing.put((transfer, error, False))
+    def broken(self, address: str, broken: Broken) -> None:
+        """A producer holds these leases no more; it may name one again and again."""
+        named = map(self._transfers.get, broken.claims)
+        mine = (each for each in named if each is not None and each.address == address)
+        new = dict.fromkeys(each for each in mine if each.failing is None)
+        error = error_from_code(broken.code, broken.text) if new else None
+        for transfer in new:
+            transfer.failing = error
+            self._failing.put(transfer)
 
     def lose(self, address: str, error: KvdError) -> None:
         """What was asked of this peer is lost."""
         for transfer in self._transfers.values():
             if transfer.address == address:
-                transfer.lost = error
-                self._failing.put((transfer, error, True))
+                transfer.failing, transfer.lost = error, True
+                self._failing.put(transfer)
 
-    def _fail(self, failing: list[tuple[Transfer, KvdError, bool]]) -> None:
-        for transfer, error, lost in failing:
+    def _fail(self, failing: list[Transfer]) -> None:
+        for transfer in failing:
             if transfer.number not in self._transfers:
                 continue  # it has ended meanwhile
-            if lost and transfer.state not in OPEN | TELLING:
+            assert transfer.failing is not None  # noqa: S101 - set by whatever put it here
+            if transfer.lost and transfer.state not in OPEN | TELLING:
                 self._requests.release(transfer)  # messages may still pass where the transport does not
-            self.refused(transfer, error)
+            self.refused(transfer, transfer.failing)

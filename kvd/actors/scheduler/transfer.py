@@ -229,8 +229,10 @@ class Transfer(Struct, eq=False):
     """The producer was asked to hold the lease."""
     granted: bool = False
     """The producer holds the lease for this claim."""
-    lost: KvdError | None = None
-    """Why its producer is lost; None if it is not."""
+    failing: KvdError | None = None
+    """Why its lease is broken, or its producer lost, though its turn to fail may not have come."""
+    lost: bool = False
+    """Whether its producer is lost."""
     released: bool = False
     """The producer was told that the claim is not wanted any more."""
     unanswered: Message | None = None

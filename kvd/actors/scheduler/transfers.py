@@ -146,12 +146,15 @@ class Transfers(Component):
 
     def answered(self, address: str, reply: LeaseAnswer) -> None:
         """Takes a producer's answer; those to transfers that have ended are dropped."""
-        for number in reply.claims if isinstance(reply, Settled | Broken) else (reply.claim,):
+        if isinstance(reply, Broken):
+            self._refusals.broken(address, reply)
+            return
+        for number in reply.claims if isinstance(reply, Settled) else (reply.claim,):
             transfer = self._open.get(number)
             if transfer is not None and transfer.address == address:
                 self._answered(transfer, reply)
 
-    def _answered(self, transfer: Transfer, reply: LeaseAnswer) -> None:
+    def _answered(self, transfer: Transfer, reply: Grant | Grown | Refuse | Held | Settled) -> None:
         match reply:
             case Grant():
                 self._grants.granted(transfer, reply)
@@ -165,8 +168,6 @@ class Transfers(Component):
                     self._step(transfer, Event.PROVEN)
             case Refuse():
                 self._refusals.refused(transfer, error_from_code(reply.code, reply.text))
-            case Broken():
-                self._refusals.broken(transfer, error_from_code(reply.code, reply.text))
 
     def _planned(self, transfer: Transfer, result: Descriptors | KvdError) -> None:
         if isinstance(result, KvdError):
@@ -224,7 +225,7 @@ class Transfers(Component):
             return
         self._context.metrics.reads_failed.inc()
         # The reads of a lost producer fail with it, and may do so before their turn has come.
-        self._read_ended(transfer, Event.BROKE, transfer.lost or refusal(ErrorCode.TRANSPORT, event.reason))
+        self._read_ended(transfer, Event.BROKE, transfer.failing or refusal(ErrorCode.TRANSPORT, event.reason))
 
     def _read_ended(self, transfer: Transfer, event: Event, error: KvdError | None = None) -> None:
         early = transfer.state is State.DRAINING and self._left_early(transfer)

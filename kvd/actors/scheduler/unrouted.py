@@ -52,7 +52,7 @@ class UnroutedPulls:
         """Has the daemons asked that a pull waits for."""
         pull.unasked -= pull.awaited
         for address in sorted(pull.awaited):
-            call(self._handshake.need, address, stale=address in self._producers, worker=pull.key[0])
+            call(self._handshake.need, address, worker=pull.key[0], stale=address in self._producers)
 
     def retry_later(self, pull: Pull) -> None:
         """Looks again for the pools of a pull after a while."""
@@ -86,6 +86,12 @@ class UnroutedPulls:
                 self._step(pull, Event.RESTARTED, None)
             else:
                 self._step(pull, Event.FAIL, error)  # at once: a peer that nobody needs any more is forgotten next
+
+    def peer_refused(self, address: str, worker: str, error: KvdError) -> None:
+        """Fails those of this worker that wait for this peer."""
+        for pull in self._pulls():
+            if pull.key[0] == worker and pull.state in UNROUTED and address in pull.awaited:
+                self._step(pull, Event.FAIL, error)
 
     def route_made(self, key: RouteKey, failure: KvdError | None) -> None:
         """Goes on with the pulls that waited for this route; fails them if it could not be worked out."""

@@ -1,6 +1,6 @@
 """What goes to the control sockets of other engines."""
 
-from typing import Any
+from typing import Any, Final
 
 import zmq
 
@@ -8,9 +8,12 @@ from kvd.engines.sglang.messages import Address, Message, encode
 from kvd.errors import ErrorCode, refusal
 from kvd.net.options import Kind, apply
 
+MAX_ENGINES: Final = 1024
+"""That are remembered: one that restarts has another port, so that their number grows for as long as this one runs."""
+
 
 class Outbox:
-    """A socket for each engine. It belongs to one thread, and ends with `context`."""
+    """A socket for each engine, of the last ones. It belongs to one thread, and ends with `context`."""
 
     def __init__(self, context: "zmq.Context[Any]") -> None:
         self._context = context
@@ -33,17 +36,22 @@ class Outbox:
             raise refusal(ErrorCode.PEER_LOST, text) from error
 
     def _socket(self, engine: Address) -> "zmq.Socket[bytes]":
-        if engine not in self._sockets:
-            socket = self._context.socket(zmq.PUSH, socket_class=zmq.Socket)
-            apply(socket, Kind.ENGINE_PUSH)
-            host, port = engine
-            try:
-                socket.connect(f"{tcp(host)}:{port}")
-            except zmq.ZMQError:
-                socket.close()
-                raise
-            self._sockets[engine] = socket
-        return self._sockets[engine]
+        socket = self._sockets.pop(engine, None) or self._connected(engine)
+        self._sockets[engine] = socket
+        if len(self._sockets) > MAX_ENGINES:
+            self._sockets.pop(next(iter(self._sockets))).close(0)
+        return socket
+
+    def _connected(self, engine: Address) -> "zmq.Socket[bytes]":
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH, socket_class=zmq.Socket)
+        apply(socket, Kind.ENGINE_PUSH)
+        host, port = engine
+        try:
+            socket.connect(f"{tcp(host)}:{port}")
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        return socket
 
 
 def tcp(host: str) -> str:

@@ -10,12 +10,14 @@ the engine's. Before that they are at once: of an offer that is never closed not
 
 import contextlib
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvd.client import Blocks, NotExtended, OfferRefused, Released
 from kvd.client.events import Event
 from kvd.engines.sglang.messages import Abandoned, Address, Message, Offered, Refused, Wanted
+from kvd.engines.sglang.outbox import MAX_ENGINES
 from kvd.engines.sglang.records import Records
 from kvd.engines.sglang.spec import PAGES, RECORDS
 from kvd.errors import KvdError
@@ -82,8 +84,8 @@ class Producer:
         self._early = 0
         """How many want any of those."""
         self._offers: dict[str, tuple[int, _Room]] = {}
-        self._places: set[Address] = set()
-        """Where decode engines are that wanted what this engine had: others get no word, which takes a socket each."""
+        self._places: dict[Address, None] = {}
+        """Where decode engines are that wanted what this engine had, the last of them last: others get no word."""
         self._records = Records()
         self._run = secrets.token_hex(4)
         self._names = 0
@@ -96,7 +98,7 @@ class Producer:
         room.expected = True
         self._early -= self._unexpected.pop(number, 0)
         if room.failure:
-            self._places.update(room.targets)
+            self._know(room.targets)
             self._fail(number, room, room.failure)
         elif room.targets:
             self._ready(number, room)
@@ -214,7 +216,7 @@ class Producer:
             while self._early > MAX_UNEXPECTED_ROOMS:
                 self.forget(next(iter(self._unexpected)))
             return
-        self._places.add(place)
+        self._know((place,))
         if room.failure:
             self._refuse(room, room.failure)
         elif room.ticket:
@@ -224,8 +226,16 @@ class Producer:
 
     def _ready(self, number: int, room: _Room) -> None:
         """Ranks of the decode engine have the same tokens; what one of them lacks, is sent to all."""
-        self._places.update(room.targets)
+        self._know(room.targets)
         self._engine.ready(number, min(target.prefix for target in room.targets.values()))
+
+    def _know(self, places: Iterable[Address]) -> None:
+        """What wants a room that the engine has, is an engine; each restart of one is another."""
+        for place in places:
+            self._places.pop(place, None)
+            self._places[place] = None
+        while len(self._places) > MAX_ENGINES:
+            del self._places[next(iter(self._places))]
 
     def _open(self, number: int, room: _Room) -> None:
         """Opens an offer that grows, unless one is open."""

@@ -149,7 +149,8 @@ class KvdSender(CommonKVSender):  # type: ignore[misc]
         """The engine has no such request any more."""
         if self._reason:  # another request may have its room
             return
-        super().clear()
+        with self.kv_mgr.failure_lock:  # the transfers' thread may be about to find the room in use
+            super().clear()
         self.kv_mgr.call(self.kv_mgr.producer.forget, self.bootstrap_room)
 
 

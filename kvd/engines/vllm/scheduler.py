@@ -229,7 +229,7 @@ class SchedulerSide:
 
     def scheduled(self, output: Any) -> None:
         """VLLM has scheduled a step, whose metadata is taken next."""
-        self._growing.scheduled(output, self._is_loading)
+        self._growing.scheduled(output, self._is_loading, unsent=self.unsent)
 
     def answered(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """A request has ended whose blocks vLLM does not keep; they may be kept here for the conversation's next turn.

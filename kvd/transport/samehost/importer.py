@@ -10,7 +10,7 @@ import time
 from typing import Final
 
 from kvd import foreign, limits
-from kvd.errors import ErrorCode, KvdError, error_from_code, refusal
+from kvd.errors import ErrorCode, error_from_code, refusal
 from kvd.net.stream import Frame, FrameStream, no_descriptor
 from kvd.net.unix import credentials, readable
 from kvd.protocol.address import POOLS, export_path, is_unix
@@ -239,7 +239,7 @@ def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
     except OSError as error:
         pools.hang_up()
         raise refusal(ErrorCode.TRANSPORT, f"{address.path}: the daemon hung up ({error})") from error
-    except KvdError:
+    except BaseException:
         pools.hang_up()
         raise
     return pools

@@ -36,6 +36,8 @@ class Mappings:
         self._own = ThreadPoolExecutor(1, "kvd-pin")
         self._peers = ThreadPoolExecutor(1, "kvd-map")
         """Apart: our workers wait for theirs to be unpinned, and a peer's may take long to pin."""
+        for thread in (self._own, self._peers):  # now: a thread that cannot be had later would leave things half done
+            thread.submit(bool)
         self._stopping = threading.Lock()
         self._stopped = False
 

@@ -4,10 +4,14 @@ from collections import Counter
 
 import pytest
 
+from kvd import limits
 from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode
+from kvd.net.interface import WorkerFrame
+from kvd.protocol import codec
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
+from kvd.protocol.worker import Notifications, Pull
 from tests.actors.stage import SECRET, Stage, ids
 
 ADDRESSES = [f"tcp://made-up-{number}:1" for number in range(100)]
@@ -55,6 +59,42 @@ def test_an_address_that_cannot_be_connected_to_fails_its_pull_and_keeps_nobody_
     assert (failed.request, failed.code) == ("bad", ErrorCode.PEER_LOST)
     assert "no address: nonsense" in failed.text
     assert len(stage.dependencies.peer_port.links) == len(ADDRESSES)
+
+
+def test_what_a_worker_has_opened_without_end_is_bounded_and_another_waits_for_a_turn_alone(stage, monkeypatch):
+    """It cancels its pulls at once, which leaves the addresses of their tickets to be connected to."""
+    monkeypatch.setattr(limits, "MAX_PEERS_PER_WORKER", 200)
+    connector, port = stage.actors.handshake._connector, stage.dependencies.peer_port
+    for number in range(1000):
+        call(connector.need, f"tcp://made-up-{number}:1", "w")
+    call(connector.need, "tcp://peer:1", "other")
+    most, connect = 0, port.connect
+
+    def watched(*arguments):
+        nonlocal most
+        most = max([most, *map(len, connector._wanted.values())])
+        return connect(*arguments)
+
+    port.connect = watched
+    stage.run()
+    assert most <= 200
+    assert len(port.links) == 200 + 1
+    assert list(port.links.values()).index("tcp://peer:1") < 2 * AT_ONCE
+
+
+def test_a_worker_that_has_used_up_its_share_fails_its_own_pulls_alone(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PEERS_PER_WORKER", 2)
+    stage = Stage(heartbeat=1.0)
+    stage.attach("greedy", 1)
+    stage.attach("other", 2)
+    wanted = ["tcp://made-up-0:1", "tcp://made-up-1:1", "tcp://peer:1"]
+    for session, name, addresses in ((1, "mine", wanted), (2, "theirs", wanted[2:])):
+        pull = Pull(1, name, ticket_of(addresses), (), 60.0)
+        stage.actors.gateway.received(WorkerFrame(bytes([session]) * 16, codec.encode(pull), 1000))
+    stage.run()
+    told = [item for _, reply in stage.to_workers if isinstance(reply, Notifications) for item in reply.items]
+    assert [(item.request, item.code) for item in told] == [("mine", ErrorCode.PEER_LOST)]
+    assert "tcp://peer:1" in stage.dependencies.peer_port.links.values()
 
 
 def test_a_defect_in_one_connecting_costs_no_other(stage, monkeypatch):

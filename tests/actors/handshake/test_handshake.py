@@ -420,7 +420,7 @@ def test_a_status_tells_of_so_many_peers_at_most_and_first_of_those_in_trouble()
     stage = Stage()
     last = limits.MAX_REPORTED_PEERS + 1
     for number in range(1, last + 1):
-        call(stage.actors.handshake.need, f"tcp://peer-{number}:1")
+        call(stage.actors.handshake.need, f"tcp://peer-{number}:1", worker="w")
         stage.run()
         if number < last:
             stage.peer_says(welcome_of(), number)
@@ -449,7 +449,7 @@ class _Handshakes:
         self.adding: list[str] = []
         self.stage.dependencies.transport.add_peer = lambda agent, *_: self.adding.append(agent)
         for number in range(1, peers + 1):
-            call(self.stage.actors.handshake.need, f"tcp://peer-{number}:1")
+            call(self.stage.actors.handshake.need, f"tcp://peer-{number}:1", worker="w")
         self.stage.run()
 
     @property
@@ -499,7 +499,7 @@ def test_a_peer_that_a_pull_waits_for_is_greeted_before_those_that_are_expected(
     crowd.welcomed(1)
     call(crowd.stage.actors.handshake.expect, frozenset(f"tcp://expected-{number}:1" for number in range(3)))
     crowd.stage.run(1.0)
-    call(crowd.stage.actors.handshake.need, "tcp://expected-2:1")
+    call(crowd.stage.actors.handshake.need, "tcp://expected-2:1", worker="w")
     crowd.added()
     assert crowd.greeted == [1, 4]
 

@@ -75,7 +75,7 @@ def test_a_peer_that_refuses_what_it_was_asked_is_lost_once_a_heartbeat(stage):
 def test_a_peer_that_is_asked_for_its_pools_again_may_refuse_that(stage):
     stage.pull(timeout=60.0)
     stage.peer_says(welcome_of())
-    call(stage.actors.handshake.need, "tcp://peer:1", stale=True)
+    call(stage.actors.handshake.need, "tcp://peer:1", worker="w", stale=True)
     stage.run()
     assert len(stage.asks(Hello)) == 2
     stage.peer_says(Refuse(0, ErrorCode.BAD_VERSION, "speaks 9"))
@@ -106,7 +106,7 @@ def test_a_peer_is_looked_for_when_it_is_greeted_and_not_when_it_is_asked_for_it
     port.greet = lambda link, frame: (greeted.append(link), port.ask(link, frame))
     stage.pull(timeout=60.0)
     stage.peer_says(welcome_of())
-    call(stage.actors.handshake.need, "tcp://peer:1", stale=True)
+    call(stage.actors.handshake.need, "tcp://peer:1", worker="w", stale=True)
     stage.run()
     assert (len(stage.asks(Hello)), greeted) == (2, [1])
     stage.run(6.0)

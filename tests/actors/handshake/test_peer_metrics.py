@@ -22,7 +22,7 @@ def test_the_metrics_count_the_path_to_a_peer_only_while_it_can_be_read_from(pat
     stage.peer_says(welcome_of())
     reached = (1.0, float(kind == "tcp"))
     assert counted() == reached
-    call(stage.actors.handshake.need, "tcp://peer:1", stale=True)
+    call(stage.actors.handshake.need, "tcp://peer:1", worker="w", stale=True)
     stage.run()
     stage.peer_says(welcome_of())
     assert counted() == reached

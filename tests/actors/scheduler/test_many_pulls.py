@@ -4,6 +4,8 @@ import pytest
 
 from kvd import limits
 from kvd.actors.runtime.actor import call
+from kvd.net.interface import PeerAnswered
+from kvd.protocol import codec
 from kvd.protocol.peer import Broken, Claim, Grant
 from kvd.protocol.worker import Cancel, Failed
 from kvd.transport.interface import PeerFailed, ReadFailed
@@ -101,6 +103,17 @@ def test_leases_that_break_together_end_their_pulls_some_at_a_time(stage, monkey
     stage.peer_says(Broken(tuple(range(1, PULLS + 1)), "lease_broken", "the offer has ended (expired)"))
     assert sizes == TWO_AT_A_TIME
     assert codes(stage) == [(f"p{number}", "lease_broken") for number in range(PULLS)]
+
+
+def test_a_lease_that_is_said_to_be_broken_again_and_again_fails_its_pull_once(stage, monkeypatch):
+    read_all(stage)
+    sizes = sizes_of(stage.actors.scheduler.transfers._refusals._failing, monkeypatch)
+    frame = codec.encode(Broken((1,) * 1000, "lease_broken", "the offer has ended (expired)"))
+    for _ in range(100):
+        stage.dependencies.peer_port.on_event(PeerAnswered(1, frame))
+    stage.run()
+    assert sizes == [1]
+    assert codes(stage) == [("p0", "lease_broken")]
 
 
 def test_the_loss_of_a_producer_ends_its_pulls_some_at_a_time(stage, monkeypatch):

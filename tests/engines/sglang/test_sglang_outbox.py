@@ -7,6 +7,7 @@ import pytest
 import zmq
 
 from kvd.engines.sglang import messages
+from kvd.engines.sglang import outbox as outbox_module
 from kvd.engines.sglang.messages import Abandoned
 from kvd.engines.sglang.outbox import Outbox, tcp
 from kvd.errors import ErrorCode, Unavailable
@@ -43,6 +44,16 @@ def test_a_message_that_cannot_be_sent_is_refused_with_the_address(outbox: Outbo
         with pytest.raises(Unavailable, match=r"Abandoned.*cannot be sent to the engine at no host:5: ") as refused:
             outbox.send(("no host", 5), FIRST)
         assert refused.value.code == ErrorCode.PEER_LOST
+
+
+def test_an_engine_that_runs_for_long_keeps_sockets_to_the_last_engines_alone(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_ENGINES", 3)
+    engines = [("127.0.0.2", port) for port in range(1, 5)]
+    for engine in [*engines[:3], engines[0], engines[3]]:
+        outbox.send(engine, FIRST)
+    assert list(outbox._sockets) == [engines[2], engines[0], engines[3]]
 
 
 def test_addresses_of_both_families_have_an_endpoint() -> None:

@@ -227,6 +227,17 @@ def test_a_prefill_keeps_its_offer_while_others_are_computed_and_once_it_has_beg
         assert step(producer, request, 0).growing == []
 
 
+def test_prefills_keep_their_offers_while_the_engine_is_paused(clock: list[float]) -> None:
+    """It makes a step only where workers are to be told of a request."""
+    producer = side()
+    for number in range(3 * int(STARVED_SECONDS)):
+        request = arrived(producer, 8, ASKED | {"kvd_offer": f"kvdo1.{number:032}"}, str(number))
+        while producer.unsent:
+            (opened,) = step(producer, request, 0).growing
+            assert isinstance(opened, OpenOrder)
+        clock[0] += 1
+
+
 def test_a_prefill_keeps_its_offer_while_a_long_step_computes_others(clock: list[float]) -> None:
     """VLLM plans a step ahead, with nothing to compute if it has no blocks, and the next one when the long one ends."""
     producer = side()

@@ -75,16 +75,20 @@ class GrowingOffers:
             logger.warning("request %s is offered when it has ended: its kvd_offer names another's", request.request_id)
             return
         self._names.add(chosen.name)
-        self._clock.look()
+        self._clock.skip()
         self._growing[request.request_id] = _Growing(request, chosen, request.num_prompt_tokens, self._clock.now)
         self._orders.append(OpenOrder(request.request_id, chosen.name, chosen.secret, consumers))
 
-    def scheduled(self, output: Any, is_loading: Callable[[str], bool]) -> None:
+    def scheduled(self, output: Any, is_loading: Callable[[str], bool], *, unsent: bool) -> None:
         """VLLM has scheduled a step; `num_computed_tokens` of its requests are those before it.
 
-        A request that `is_loading` waits for a pull of its own, which has not failed.
+        A request that `is_loading` waits for a pull of its own, which has not failed. If orders were `unsent`, the step
+        may be for them alone.
         """
-        self._clock.look()
+        if unsent and not output.num_scheduled_tokens:
+            self._clock.skip()  # a paused engine makes no other steps, and lacks nothing
+        else:
+            self._clock.look()
         now = self._clock.now
         if output.num_scheduled_tokens or self._idle_since is None:
             self._idle_since = None if output.num_scheduled_tokens else now

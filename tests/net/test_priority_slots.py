@@ -1,10 +1,10 @@
-from kvd.actors.handshake.priority_slots import PrioritySlots
+from kvd.net.priority_slots import PrioritySlots
 
 
 def test_as_many_are_in_as_there_are_places_and_the_others_wait_in_order():
     turns = PrioritySlots(2)
     assert [turns.enter(key, urgent=False) for key in "abcd"] == [True, True, False, False]
-    assert (turns.waiting, turns.next()) == (2, None)
+    assert turns.next() is None
     turns.leave("a")
     assert (turns.next(), turns.next()) == ("c", None)
     turns.leave("b")
@@ -15,8 +15,8 @@ def test_as_many_are_in_as_there_are_places_and_the_others_wait_in_order():
 def test_who_is_in_enters_again_without_waiting():
     turns = PrioritySlots(1)
     assert turns.enter("a", urgent=False)
-    assert turns.enter("a", urgent=False)
-    assert turns.waiting == 0
+    turns.leave("a")
+    assert turns.next() is None
 
 
 def test_the_urgent_go_first_also_those_that_become_so_while_they_wait():
@@ -71,7 +71,6 @@ def test_owners_of_urgent_keys_take_turns():
         came.append(key)
         turns.leave(key)
     assert came == ["a1", "b1", "patient", "a2", "a3", "late"]
-    assert turns.waiting == 0
 
 
 def test_a_party_has_a_share_and_leaves_the_rest_to_others_however_long_it_takes():
@@ -86,4 +85,19 @@ def test_a_party_has_a_share_and_leaves_the_rest_to_others_however_long_it_takes
     turns.leave("a0")
     assert (turns.next(), turns.next()) == ("a2", None)
     turns.forget("a1")
-    assert (turns.next(), turns.waiting) == ("a3", 0)
+    turns.leave("b")
+    assert (turns.next(), turns.next()) == ("a3", None)
+
+
+def test_a_key_of_several_owners_runs_once_in_the_turn_that_comes_first():
+    turns = PrioritySlots(2, share=1)
+    assert [turns.enter(key, urgent=True, owner="a", party="a") for key in ("a0", "a1", "both")] == [True, False, False]
+    assert turns.enter("b0", urgent=True, owner="b", party="b")
+    assert not turns.enter("both", urgent=True, owner="b", party="b")
+    turns.leave("b0")
+    assert (turns.next(), turns.next()) == ("both", None)
+    turns.leave("a0")
+    assert turns.next() == "a1"
+    turns.leave("both")
+    turns.leave("a1")
+    assert turns.next() is None

@@ -10,8 +10,8 @@ K = TypeVar("K", bound=Hashable)
 class PrioritySlots(Generic[K]):
     """At most `slots` keys run, and `share` of one party, if it is named: others find room however slow it is.
 
-    Urgent keys are next; their owners take turns, so one with many delays only itself. Keys of one owner, and keys that
-    are not urgent, are first come, first served.
+    Urgent keys are next; their owners take turns, so one with many delays only itself, and a key of several owners runs
+    in the turn that comes first. Keys of one owner, and keys that are not urgent, are first come, first served.
     """
 
     def __init__(self, slots: int, share: int | None = None) -> None:
@@ -26,11 +26,6 @@ class PrioritySlots(Generic[K]):
 
     def __contains__(self, key: K) -> bool:
         return key in self._in
-
-    @property
-    def waiting(self) -> int:
-        """How many keys wait."""
-        return sum(map(len, self._urgent.values())) + len(self._patient)
 
     def enter(self, key: K, *, urgent: bool, owner: str = "", party: str = "") -> bool:
         """Whether `key` runs, already or from now on; else it waits."""
@@ -69,10 +64,10 @@ class PrioritySlots(Generic[K]):
             return None
         for owner, queue in self._urgent.items():
             if (key := self._first(queue)) is not None:
-                del self._urgent[owner]
-                self._run(key, queue.pop(key))
-                if queue:
-                    self._urgent[owner] = queue
+                party = queue[key]
+                self._urgent[owner] = self._urgent.pop(owner)
+                self.forget(key)
+                self._run(key, party)
                 return key
         if (key := self._first(self._patient)) is not None:
             self._run(key, self._patient.pop(key))
