@@ -1,5 +1,8 @@
 # Everything a contributor needs. The first target sets up an environment of its own in .venv.
 
+# What is imported is compiled once, not in each of the hundreds of processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -18,7 +21,7 @@ SGLANG_BIN  := $(SGLANG_VENV)/bin
 
 .PHONY: setup setup-daemon setup-vllm setup-sglang demo demo-vllm demo-sglang demo-across quick quick-plans quick-actors test \
   test-whole test-bytes test-served test-rest test-vllm test-sglang test-all test-together \
-  test-together-pure test-together-real test-together-hosts test-together-engines test-alone test-vllm-all \
+  test-together-pure test-together-real test-together-hosts test-together-sglang test-alone test-vllm-all \
   test-sglang-all test-across test-deploy gpu-check gpu-wheels \
   check lock clean
 
@@ -124,13 +127,13 @@ test-sglang: setup-sglang
 # (.ci/tools installs them); tests are skipped if one is missing. Leave the machine alone meanwhile: some are timed.
 test-all: test-together test-alone
 
-# Four at a time keep two cores busy: daemons wait a good part of their time. Engines do not, and come one after another.
+# Five at a time keep two cores busy: daemons and engines wait a good part of their time.
 test-together: setup setup-vllm setup-sglang
-	@$(MAKE) --no-print-directory --jobs=4 --keep-going --output-sync=target test-together-engines \
+	@$(MAKE) --no-print-directory --jobs=5 --keep-going --output-sync=target test-vllm-all test-together-sglang \
 	  test-together-real test-together-hosts test-together-pure
 
-test-together-engines:
-	@$(MAKE) --no-print-directory --jobs=1 --keep-going test-vllm-all test-sglang-all test-across
+test-together-sglang:
+	@$(MAKE) --no-print-directory --jobs=1 --keep-going test-sglang-all test-across
 
 test-together-pure: setup
 	$(BIN)/python -m pytest -m "not alone and not real"
@@ -144,7 +147,7 @@ test-together-hosts: setup
 	$(BIN)/python -m pytest -m "not alone and real" $(HOSTS)
 
 test-alone: setup
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 test-vllm-all: setup-vllm
 	$(VLLM_BIN)/python -m pytest tests/vllm tests/engines/vllm

@@ -49,7 +49,7 @@ class Stage:
         for _ in until(f"{consumer} reads in mid-transfer"):
             name, value = self.pull(producer, consumer, OPEN_END)
             for _ in until("the first blocks have landed"):
-                landed = self.workers[consumer].call("values", ids=LONG).count(value)
+                landed = self.workers[consumer].call("last_bytes", ids=LONG).count(value)
                 if landed:
                     break
             if landed < below:

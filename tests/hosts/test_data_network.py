@@ -72,7 +72,7 @@ def test_a_network_of_the_data_that_dies_alone_costs_its_pulls_and_gives_every_b
         if not stage.workers["p0"].call("status")["leases"]["claims_held"]:
             break
     stage.pull("p0", "d0", timeout=PATIENCE)  # somebody wants the peer: it is greeted, and tried again
-    for _ in until("the daemon says that the peer is not reached"):
+    for _ in until("the daemon says that the peer is not reached", pause=0.5):
         if "answers messages, and its memory is not reached" in stage.readyz("d0"):
             break
     assert stage.readyz("d0").startswith("ready\n")
@@ -93,7 +93,7 @@ def test_a_transport_that_crashed_and_cannot_start_on_a_device_that_is_down_is_n
     stage.arrived("d0", *stage.pull("p0", "d0", PATIENCE))
     stage.hosts["p0"].unplug_data()
     os.kill(transport_of(stage.daemons["p0"]), signal.SIGSEGV)
-    for _ in until("the daemon says that the peer is not reached"):
+    for _ in until("the daemon says that the peer is not reached", pause=0.5):
         stage.workers["d0"].outcome(stage.pull("p0", "d0", PATIENCE)[0])
         if "its memory is not reached (it refused the handshake: the transport of p0 to" in stage.readyz("d0"):
             break

@@ -74,7 +74,7 @@ def test_what_is_offered_no_longer_is_never_done_with_other_bytes(pair):
         consumer.call("pull", name=name, ticket=ticket, ids=LONG, timeout=OPEN_END)
         if landed is not None:
             for _ in until(f"{landed} blocks have landed"):
-                if consumer.call("values", ids=LONG).count(value) >= landed:
+                if consumer.call("last_bytes", ids=LONG).count(value) >= landed:
                     break
             producer.call("cancel", name=name)
         assert producer.outcome(name)["kind"] == "Released"

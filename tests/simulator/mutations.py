@@ -119,7 +119,7 @@ def a_pull_that_failed_is_told_twice(monkeypatch):
     monkeypatch.setattr(CompletionActor, "notify", notify)
 
 
-@mutation(Promise.ENDS_ONCE, first=122)
+@mutation(Promise.ENDS_ONCE, first=311)
 def a_drain_makes_no_last_call(monkeypatch):
     monkeypatch.setattr(LeasesActor, "_last_call", lambda self: None)
 
@@ -129,7 +129,7 @@ def a_stop_is_not_told_to_pulls(monkeypatch):
     monkeypatch.setattr(scheduler.SchedulerActor, "stop", lambda self: None)
 
 
-@mutation(Promise.ENDS_ONCE, first=310)
+@mutation(Promise.ENDS_ONCE, first=575)
 def a_stop_does_not_end_offers(monkeypatch):
     monkeypatch.setattr(LeasesActor, "stop", lambda self: None)
 
@@ -175,7 +175,7 @@ def leases_are_not_broken_when_the_offer_is_withdrawn(monkeypatch):
     )
 
 
-@mutation(Promise.FENCED, first=147)
+@mutation(Promise.FENCED, first=479)
 def an_expired_claim_still_holds_its_lease(monkeypatch):
     """The consumer goes silent, the offer expires, the blocks are the producer's: and then the fence is asked for."""
 
@@ -206,7 +206,7 @@ def stamps_are_not_wiped(monkeypatch):
     monkeypatch.setattr(Stamps, "wipe", lambda self, number: self._free.append(number) if number else None)
 
 
-@mutation(Promise.FENCED, first=251)
+@mutation(Promise.FENCED, first=647)
 def a_stamp_is_read_before_the_bytes(monkeypatch):
     early = {}
     read_then = FakeTransport._read
@@ -227,7 +227,7 @@ def a_stamp_says_nothing_of_the_blocks(monkeypatch):
         monkeypatch.setattr(module, "stamp", lambda secret, generation, proof, epoch: generation)
 
 
-@mutation(Promise.BAD_INPUT)
+@mutation(Promise.BAD_INPUT, first=193)
 def nobody_looks_for_the_stamp_before_the_bytes(monkeypatch):
     read = FakeTransport.read
     monkeypatch.setattr(FakeTransport, "read", lambda self, request: read(self, replace(request, expected=0)))
@@ -266,7 +266,7 @@ def what_pulls_write_to_is_offered(monkeypatch):
     monkeypatch.setattr(Uses, "first_written", lambda self, ids: None)
 
 
-@mutation(Promise.FENCED, first=598)
+@mutation(Promise.FENCED, first=647)
 def stamps_of_dead_processes_are_believed(monkeypatch):
     monkeypatch.setattr(SimFabric, "knows", lambda self, agent: agent in self._agents or agent in self._outlived)
 
@@ -462,17 +462,17 @@ def a_successor_that_dies_takes_the_pool_along(monkeypatch):
     monkeypatch.setattr(PoolsActor, "_stop_waiting", stop_waiting)
 
 
-@mutation(Promise.SURVIVES, first=352)
+@mutation(Promise.SURVIVES, first=579)
 def claims_are_not_renewed(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_renew", lambda self: None)
 
 
-@mutation(Promise.SURVIVES, first=749)
+@mutation(Promise.SURVIVES, first=1039)
 def lost_requests_are_not_sent_again(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_resend", lambda self, late: None)
 
 
-@mutation(Promise.SURVIVES, first=596)
+@mutation(Promise.SURVIVES, first=779)
 def lasting_reads_are_not_claimed(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_claim_lasting", lambda self: None)
 
@@ -560,7 +560,7 @@ def tombstones_stay(monkeypatch):
     monkeypatch.setattr(Tombstones, "sweep", lambda self: None)
 
 
-@mutation(Promise.SOUND, needs=Piece.STORED_POOLS)
+@mutation(Promise.SOUND, first=34, needs=Piece.STORED_POOLS)
 def pools_that_nobody_claims_stay_stored(monkeypatch):
     monkeypatch.setattr(DescriptorStore, "drop_unclaimed", lambda self: None)
 

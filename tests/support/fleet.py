@@ -189,12 +189,15 @@ def paused(pid: int) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def until(what: str, seconds: float = PATIENCE) -> Iterator[None]:
-    """Yields until the caller breaks off, for conditions that nobody announces; fails with `what` after `seconds`."""
+def until(what: str, seconds: float = PATIENCE, *, pause: float = 0.005) -> Iterator[None]:
+    """Yields until the caller breaks off, for conditions that nobody announces; fails with `what` after `seconds`.
+
+    To look may cost more than a `pause` of 5 ms.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         yield
-        select.select([], [], [], 0.005)
+        select.select([], [], [], pause)
     raise AssertionError(f"{what}: not within {seconds} s")
 
 

@@ -26,7 +26,14 @@ from typing import IO, Any
 from kvd.processes import Child, Processes, die_with
 
 IMPORTED = {
-    "tests.vllm.testbed.serve": ("vllm.entrypoints.openai.api_server",),
+    "tests.vllm.testbed.serve": (
+        "vllm.entrypoints.openai.api_server",
+        "vllm.v1.engine.core",
+        "vllm.v1.executor.multiproc_executor",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.model_executor.models.llama",
+    ),
     "tests.sglang.testbed.serve": ("tests.sglang.testbed.imported",),
 }
 """What a module imports, by module; what runs is not among it, and runs as it does in a new interpreter."""
@@ -49,16 +56,21 @@ class ForkedProcesses(Processes):
 
 
 def forked(name: str, command: Sequence[str], log: Path, *, piped: bool) -> Child:
-    """A child whose process is forked, if `command` is a module for this interpreter, behind no more than an `env`."""
+    """A child whose process is forked, if `command` is a module, behind no more than an `env`.
+
+    It is one for this interpreter, or one of `IMPORTED` for another one.
+    """
     environment, rest = dict(os.environ), list(command)
     if rest[0] == "env":
         del rest[0]
         while "=" in rest[0]:
             variable, _, environment[variable] = rest.pop(0).partition("=")
-    if rest[:2] != [sys.executable, "-m"] or _of_interpreter(environment) != _of_interpreter(os.environ):
+    interpreter, flag, *module = rest[:3]
+    known = flag == "-m" and (interpreter == sys.executable or module[0] in IMPORTED)
+    if not known or _of_interpreter(environment) != _of_interpreter(os.environ):
         return Child.start(name, command, log, piped=piped)
     with log.open("wb") as sink:
-        return Child(name, Forked(rest[2:], environment, sink, piped=piped), log)
+        return Child(name, Forked(rest[2:], environment, sink, piped=piped, interpreter=interpreter), log)
 
 
 def _of_interpreter(environment: Mapping[str, str]) -> dict[str, str]:
@@ -87,11 +99,17 @@ class Forked:
     """One process, with the methods of a `subprocess.Popen` that `Child` uses."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes], *, piped: bool = False
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        *,
+        piped: bool = False,
+        interpreter: str = sys.executable,
     ) -> None:
         self.stdin: IO[bytes] | None = None
         self.stdout: IO[bytes] | None = None
-        self._server = _server_for(command[0], environment)
+        self._server = _server_for(interpreter, command[0], environment)
         with contextlib.ExitStack() as theirs:
             if piped:
                 source, self.stdin = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
@@ -139,14 +157,14 @@ class Forked:
 
 
 class _Server:
-    def __init__(self, imported: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, interpreter: str, imported: Sequence[str], environment: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
         self.usable = True
         """Whether each question so far was answered: a test's time limit may end one between the two."""
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.forkserver", str(theirs.fileno()), *imported],
+                [interpreter, "-m", "tests.support.forkserver", str(theirs.fileno()), *imported],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -176,11 +194,11 @@ class _Server:
 _servers: dict[Any, _Server] = {}
 
 
-def _server_for(module: str, environment: Mapping[str, str]) -> _Server:
+def _server_for(interpreter: str, module: str, environment: Mapping[str, str]) -> _Server:
     imported = IMPORTED.get(module, IMPORTED_BY_OTHERS)
-    key = imported, frozenset(item for item in environment.items() if item[0].startswith(_READ_EARLY))
+    key = interpreter, imported, frozenset(item for item in environment.items() if item[0].startswith(_READ_EARLY))
     if key not in _servers or not _servers[key].usable:
-        _servers[key] = _Server(imported, environment)
+        _servers[key] = _Server(interpreter, imported, environment)
     return _servers[key]
 
 

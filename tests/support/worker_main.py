@@ -9,6 +9,7 @@ import numpy as np
 from kvd.bench.spec import flat_spec
 from kvd.client import Blocks, Worker
 from kvd.errors import KvdError
+from kvd.limits import MIB
 from tests.support.patience import PATIENCE
 from tests.support.pools import content_of
 
@@ -34,15 +35,27 @@ class Remote:
 
     def values(self, ids):
         """The one value that each block holds, or -1 where its bytes differ from each other."""
-        blocks = self.pool[ids]
-        same = (blocks == blocks[:, :1]).all(axis=1)
-        return [int(block[0]) if equal else -1 for block, equal in zip(blocks, same, strict=True)]
+        values = []
+        for some in self._some(ids):
+            blocks = self.pool[some]
+            same = (blocks == blocks[:, :1]).all(axis=1)
+            values += [int(block[0]) if equal else -1 for block, equal in zip(blocks, same, strict=True)]
+        return values
+
+    def last_bytes(self, ids):
+        """The last byte of each block: much less work than its `values`, for whoever waits for it."""
+        return self.pool[ids, -1].tolist()
+
+    def _some(self, ids):
+        """A MiB of them at a time, which stays in the cache."""
+        step = max(1, MIB // self.pool.shape[1])
+        return (ids[at : at + step] for at in range(0, len(ids), step))
 
     def untouched(self, ids, value):
         """Whether every byte outside of these blocks is `value`."""
         mask = np.ones(len(self.pool), dtype=bool)
         mask[ids] = False
-        return bool((self.pool[mask] == value).all())
+        return all((self.pool[some] == value).all() for some in self._some(np.flatnonzero(mask)))
 
     def offer(self, name, ids, ttl=PATIENCE):
         blocks = [Blocks(group=0, first=0, ids=ids)]

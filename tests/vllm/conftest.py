@@ -13,16 +13,27 @@ HERE = Path(__file__).parent
 
 LAST = [HERE / "test_lifecycle.py", HERE / "test_pauses.py", HERE / "test_faults.py"]
 """They share servers, which the last one kills."""
+COMPARED = {HERE / f"test_{name}.py" for name in ("conversations", "growing", "router", "tokens")}
+"""They share servers of the same models."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.parent == HERE]
-    items.sort(key=lambda item: LAST.index(item.path) if item.path in LAST else -1)
+    items.sort(key=_turn)
     for item in ours:
         mark_real(item, "vllm", "make test-vllm")
     for item in items:
         if "daemons" in item.fixturenames and item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.real)
+
+
+def _turn(item: pytest.Item) -> tuple[int, str]:
+    """When a test runs, so that few servers are started anew: by its file, then by its model."""
+    if item.path in LAST:
+        return 2 + LAST.index(item.path), ""
+    if item.path in COMPARED:
+        return 1, str(item.callspec.params.get("model", "llama")) if hasattr(item, "callspec") else "llama"
+    return 0, ""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -86,7 +86,7 @@ async def test_a_turn_that_nobody_asks_for_ends_by_its_time_and_is_computed_then
     turn = (await post(decode.url, "/v1/completions", asked))["kv_transfer_params"]
     assert (await post(decode.url, "/v1/completions", asked))["kv_transfer_params"] is None
     await no_leases(talking)
-    before, body = await talking.prefilled(), talk.body()
+    before, body = await talking.prefilled(), talk.body(100)
     offered = await post(talking.pair.prefill.url, "/v1/completions", body | {"kv_transfer_params": turn} | ONE)
     assert (await talking.prefilled_since(before, len(body["prompt"]), turns=1))["gone"] == 1
     got = await complete(decode.url, body | {"kv_transfer_params": offered["kv_transfer_params"]})
@@ -100,7 +100,7 @@ async def test_a_turn_of_other_tokens_is_computed_from_where_they_differ(talking
     await talking.asked()
     before = await talking.prefilled()
     talk.tokens[ASKED + 300] = 2 + (talk.tokens[ASKED + 300] + 1) % 500
-    body = talk.body()
+    body = talk.body(100)
     got = await talk.turn(body)
     assert_same(got, await alone(talking, body))
     counted = await talking.prefilled_since(before, len(body["prompt"]), turns=1)
@@ -118,7 +118,7 @@ async def test_a_decode_side_that_is_killed_between_turns_costs_a_turn_and_no_to
     decode.kill()
     daemon.kill()
     await start_all([daemon, decode])
-    before, expired, body = await talking.prefilled(), await talking.turns("expired"), talk.body()
+    before, expired, body = await talking.prefilled(), await talking.turns("expired"), talk.body(100)
     got = await talk.turn(body)
     assert_same(got, await alone(talking, body))
     late = await talking.turns("expired") - expired  # engines may start that slowly
@@ -132,7 +132,7 @@ async def test_windows_travel_back_with_all_of_a_turn(shared: Shared, model: str
     talk = conversation(talking)
     said = []
     for number in range(3):
-        before, body = await talking.prefilled(), talk.body()
+        before, body = await talking.prefilled(), talk.body(100)
         said.append((body, await talk.turn(body)))
         await talking.asked()
         counted = await talking.prefilled_since(before, len(body["prompt"]), turns=int(number > 0))

@@ -2,7 +2,8 @@
 
 It dies with whoever started it. vLLM runs its engine and each worker in a process of its own, which outlive a server
 that is killed; here the kernel kills every process of a server with its parent. On a CPU each of them is a new
-interpreter, which imports vLLM for eight seconds; here they are forked, as vLLM does it on a GPU.
+interpreter, which imports vLLM for eight seconds; here they are forked, as vLLM does it on a GPU. None of them spins:
+the servers of a test, a daemon each and the test share as few as two cores.
 """
 
 import ctypes
@@ -10,6 +11,8 @@ import multiprocessing
 import os
 import runpy
 import signal
+import time
+from functools import partial
 from multiprocessing import resource_tracker, shared_memory
 from typing import Any
 
@@ -37,7 +40,19 @@ def _name_shared_memory() -> None:
     module._SHM_NAME_PREFIX = "/" + os.environ["TESTBED_SHARED_MEMORY"]
 
 
+def _do_not_spin() -> None:
+    """Readers of vLLM's shared memory sleep where they would yield, for a second after each message.
+
+    They cannot do without: a notice that is sent while the last one is under way may be dropped.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast  # noqa: PLC0415 - it is imported by what runs
+
+    module: Any = shm_broadcast
+    module.sched_yield = partial(time.sleep, 0.0005)
+
+
 if __name__ == "__main__":
     _fork_only()
     _name_shared_memory()
+    _do_not_spin()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
