@@ -133,7 +133,7 @@ def build_actors(context: ActorContext, dependencies: Dependencies) -> Actors:
         listener=PeerListener(
             up=lambda view: call(scheduler.peer_up, view),
             down=lambda address, reason, *, restarted: call(scheduler.peer_down, address, reason, restarted=restarted),
-            refused=lambda address, worker, reason: call(scheduler.peer_refused, address, worker, reason),
+            refused=lambda worker, reasons: call(scheduler.peers_refused, worker, reasons),
             idle=lambda address, announced: call(scheduler.peer_idle, address, announced),
         ),
         background=background,

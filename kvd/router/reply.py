@@ -69,12 +69,19 @@ class Reply:
             return self.response
         if isinstance(error, ClientGone):
             transport.abort()  # what it has not taken would keep the connection open
-        elif self.response.content_type == "text/event-stream" and self._last.endswith(ENDS):
+            return self.response
+        if self.response.content_type == "text/event-stream" and self._last.endswith(ENDS):
             with contextlib.suppress(ClientGone):
                 await self.send(b"data: " + _encode(error) + b"\n\n")
         transport.close()  # without the mark of a whole body
-        asyncio.get_running_loop().call_later(limits.CLIENT_SECONDS, transport.abort)  # unless that has been taken
+        asyncio.get_running_loop().call_later(limits.CLIENT_SECONDS, _abort, self._request.protocol)
         return self.response
+
+
+def _abort(protocol: web.RequestHandler) -> None:
+    """Closes the connection unless its client has taken all that was left to be sent."""
+    if protocol.transport is not None:
+        protocol.transport.abort()
 
 
 def error_answer(error: KvdError) -> web.Response:

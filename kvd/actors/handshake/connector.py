@@ -53,7 +53,10 @@ class Connector(Component):
         self._met = met
         self._wanted: dict[str, dict[str, None]] = {}
         """Addresses in order, by the worker whose pulls need the daemons there."""
-        self._turns: Batch[str] = Batch(actor, self._connect, lambda _: limits.BATCH_BLOCKS // _AT_ONCE)
+        self._refused: dict[str, dict[str, str]] = {}
+        """Why not, of addresses by worker."""
+        self._turns: Batch[str] = Batch(actor, self._connect, lambda _: limits.BATCH_BLOCKS)
+        """One worker at a time: it may make up addresses faster than links can be opened."""
 
     def need(self, address: str, worker: str) -> None:
         """Connects to the daemon that a pull of `worker` needs; the listener's `refused` follows if that cannot be."""
@@ -63,7 +66,7 @@ class Connector(Component):
         try:
             self._peers.check_room(worker, len(waiting))
         except KvdError as error:
-            self._listener.refused(address, worker, error.text)
+            self._refuse(address, worker, error)
         else:
             self._want(address, worker)
 
@@ -79,17 +82,22 @@ class Connector(Component):
         self._wanted.setdefault(worker, {})[address] = None
         self._turns.put(worker)
 
+    def _refuse(self, address: str, worker: str, error: KvdError) -> None:
+        self._refused.setdefault(worker, {})[address] = error.text
+        self._turns.put(worker)
+
     def _connect(self, workers: list[str]) -> None:
-        """Workers take turns, as one may make up addresses faster than links can be opened."""
         for worker in workers:
-            waiting = self._wanted[worker]
-            for address in list(islice(waiting, _AT_ONCE // len(workers))):
+            if refused := self._refused.pop(worker, None):
+                self._listener.refused(worker, refused)
+            waiting = self._wanted.get(worker, {})
+            for address in list(islice(waiting, _AT_ONCE)):
                 del waiting[address]
                 self.actor.call(self._connect_to, address, worker)  # a defect costs the one that met it
             if waiting:
                 self._turns.put(worker)
             else:
-                del self._wanted[worker]
+                self._wanted.pop(worker, None)
 
     def _connect_to(self, address: str, worker: str) -> None:
         try:
@@ -98,7 +106,7 @@ class Connector(Component):
             if worker == _EXPECTED:
                 _log.warning("expected peer cannot be met", address=address, reason=error.text)
             else:
-                self._listener.refused(address, worker, error.text)
+                self._refuse(address, worker, error)
             return
         if worker == _EXPECTED:
             peer.needed = self._context.loop.time()

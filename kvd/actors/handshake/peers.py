@@ -1,7 +1,7 @@
 """The peers that we connect to, by address, link, agent and worker; what is sent to peers; who is told of them."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain, islice
 from typing import Protocol
 
@@ -42,7 +42,7 @@ class Peers:
         if len(self.by_address) + waiting >= limits.MAX_PEERS:
             raise refusal(ErrorCode.OVERLOADED, f"{limits.MAX_PEERS} peers are known, which is the bound")
         if worker and self._of_worker[worker] + waiting >= limits.MAX_PEERS_PER_WORKER:
-            text = f"pulls of {worker!r} have led to {limits.MAX_PEERS_PER_WORKER} daemons, which is a worker's share"
+            text = f"pulls of {worker!r} name {limits.MAX_PEERS_PER_WORKER} daemons, which is a worker's share"
             raise refusal(ErrorCode.OVERLOADED, f"{text}; those that it does not need are forgotten in a while")
 
     def add(self, peer: Peer) -> None:
@@ -112,8 +112,8 @@ class PeerListener(Struct, frozen=True):
     up: Callable[[PeerView], None]
     """A peer is ready, or has told us about its pools again."""
     down: PeerDown
-    refused: Callable[[str, str, str], None]
-    """The daemon at this address cannot be connected to for pulls of this worker, and why."""
+    refused: Callable[[str, Mapping[str, str]], None]
+    """Why the daemons at these addresses cannot be connected to for pulls of this worker."""
     idle: Callable[[str, int], None]
     """No pull has needed the peer at this address for long; answered by `HandshakeActor.forget` unless one will.
 

@@ -4,6 +4,8 @@ A pull follows the table of `pull`. It has one transfer for each producer rank t
 each of those follows the table of `transfer`.
 """
 
+from collections.abc import Mapping
+
 from kvd import limits
 from kvd.actors.completion.actor import CompletionActor, Sessions
 from kvd.actors.handshake.actor import HandshakeActor
@@ -189,10 +191,9 @@ class SchedulerActor(Actor):
         self._unrouted.peer_down(address, error, restarted=restarted)
         self.transfers.lose(address, error)
 
-    def peer_refused(self, address: str, worker: str, reason: str) -> None:
-        """Fails what waits for this peer of one worker: others may have it connected to, or more room."""
-        error = refusal(ErrorCode.PEER_LOST, f"the daemon at {address} cannot be met: {reason}")
-        self._unrouted.peer_refused(address, worker, error)
+    def peers_refused(self, worker: str, reasons: Mapping[str, str]) -> None:
+        """Fails what waits for peers at these addresses of one worker: others may have them connected to."""
+        self._unrouted.peers_refused(worker, reasons)
 
     def peer_idle(self, address: str, announced: int) -> None:
         """No pull has needed this peer for long. It is forgotten, unless a transfer or a pull to be routed needs it.

@@ -64,13 +64,12 @@ class Refusals:
 
     def broken(self, address: str, broken: Broken) -> None:
         """A producer holds these leases no more; it may name one again and again."""
-        named = map(self._transfers.get, broken.claims)
-        mine = (each for each in named if each is not None and each.address == address)
-        new = dict.fromkeys(each for each in mine if each.failing is None)
-        error = error_from_code(broken.code, broken.text) if new else None
-        for transfer in new:
-            transfer.failing = error
-            self._failing.put(transfer)
+        error = None
+        for number in broken.claims:
+            transfer = self._transfers.get(number)
+            if transfer is not None and transfer.address == address and transfer.failing is None:
+                transfer.failing = error = error or error_from_code(broken.code, broken.text)
+                self._failing.put(transfer)
 
     def lose(self, address: str, error: KvdError) -> None:
         """What was asked of this peer is lost."""

@@ -1,6 +1,6 @@
 """Pulls without transfers: they wait for their producers' daemons, for pools there, and for routes to our pools."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvd import limits
 from kvd.actors.handshake.actor import HandshakeActor
@@ -12,7 +12,7 @@ from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pull import UNROUTED, Event, Pull, State
 from kvd.actors.scheduler.routes import RouteKey
 from kvd.actors.scheduler.transfers import Transfers
-from kvd.errors import KvdError, refusal
+from kvd.errors import ErrorCode, KvdError, refusal
 
 
 class UnroutedPulls:
@@ -87,11 +87,13 @@ class UnroutedPulls:
             else:
                 self._step(pull, Event.FAIL, error)  # at once: a peer that nobody needs any more is forgotten next
 
-    def peer_refused(self, address: str, worker: str, error: KvdError) -> None:
-        """Fails those of this worker that wait for this peer."""
+    def peers_refused(self, worker: str, reasons: Mapping[str, str]) -> None:
+        """Fails those of this worker that wait for one of these peers."""
         for pull in self._pulls():
-            if pull.key[0] == worker and pull.state in UNROUTED and address in pull.awaited:
-                self._step(pull, Event.FAIL, error)
+            if pull.key[0] == worker and pull.state in UNROUTED and (refused := pull.awaited & reasons.keys()):
+                address = min(refused)
+                text = f"the daemon at {address} cannot be met: {reasons[address]}"
+                self._step(pull, Event.FAIL, refusal(ErrorCode.PEER_LOST, text))
 
     def route_made(self, key: RouteKey, failure: KvdError | None) -> None:
         """Goes on with the pulls that waited for this route; fails them if it could not be worked out."""

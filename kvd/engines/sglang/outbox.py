@@ -8,8 +8,8 @@ from kvd.engines.sglang.messages import Address, Message, encode
 from kvd.errors import ErrorCode, refusal
 from kvd.net.options import Kind, apply
 
-MAX_ENGINES: Final = 1024
-"""That are remembered: one that restarts has another port, so that their number grows for as long as this one runs."""
+MAX_ENGINES: Final = 4096
+"""Ranks of other engines that are remembered: each restart of one is another. SGLang's context has 16,384 sockets."""
 
 
 class Outbox:

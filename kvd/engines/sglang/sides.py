@@ -265,7 +265,8 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
         """The engine has no such request any more."""
         if self._handoff is not None and not self._wants and self.conclude_state is None:
             self.kv_mgr.call(self.kv_mgr.consumer.let_go, self.bootstrap_room, self._handoff)
-        super().clear()
+        with self.kv_mgr.failure_lock:  # as of a sender
+            super().clear()
         self.kv_mgr.call(self.kv_mgr.consumer.forget, self.bootstrap_room)
 
 

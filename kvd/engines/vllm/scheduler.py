@@ -61,6 +61,8 @@ class SchedulerSide:
         self._groups = tuple(groups)
         self._growing = GrowingOffers(self._groups)
         self._grows = grows
+        self._tried = False
+        """Whether vLLM has come to a request that waits, since it last scheduled a step."""
         self._has_states = any(isinstance(window, State) for window, _ in self._groups)
         self._prompts = Prompts(self._groups, lookahead)
         self._adapter_paths = adapter_paths
@@ -124,6 +126,7 @@ class SchedulerSide:
 
     def external(self, request: Any, computed: int) -> int | None:
         """How many tokens a pull will bring after the `computed` ones; 0 to compute them all, None to ask again."""
+        self._tried = True
         if self._loads.has_failed(request.request_id):
             self.turns.kept.asked(request)
             return None if self._loads.must_wait(request) else 0
@@ -229,7 +232,8 @@ class SchedulerSide:
 
     def scheduled(self, output: Any) -> None:
         """VLLM has scheduled a step, whose metadata is taken next."""
-        self._growing.scheduled(output, self._is_loading, unsent=self.unsent)
+        tried, self._tried = self._tried or self.turns.kept.any_loaded, False
+        self._growing.scheduled(output, self._is_loading, tried=tried)
 
     def answered(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """A request has ended whose blocks vLLM does not keep; they may be kept here for the conversation's next turn.

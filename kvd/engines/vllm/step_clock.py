@@ -19,7 +19,3 @@ class StepClock:
         looked = time.monotonic()
         self.now += min(looked - self._looked, self._longest)
         self._looked = looked
-
-    def skip(self) -> None:
-        """What has passed since it looked does not count."""
-        self._looked = time.monotonic()

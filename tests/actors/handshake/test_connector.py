@@ -82,6 +82,17 @@ def test_what_a_worker_has_opened_without_end_is_bounded_and_another_waits_for_a
     assert list(port.links.values()).index("tcp://peer:1") < 2 * AT_ONCE
 
 
+def test_what_many_addresses_are_refused_is_told_together(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PEERS_PER_WORKER", 1)
+    unrouted, told = stage.actors.scheduler._unrouted, []
+    refused = unrouted.peers_refused
+    unrouted.peers_refused = lambda worker, reasons: (told.append(len(reasons)), refused(worker, reasons))
+    for number in range(3):
+        stage.pull(f"p{number}", (), ticket=ticket_of(ADDRESSES), timeout=60.0)
+    assert [failed.request for failed in stage.notified] == ["p0", "p1", "p2"]
+    assert told == [len(ADDRESSES) - 1] * 3
+
+
 def test_a_worker_that_has_used_up_its_share_fails_its_own_pulls_alone(monkeypatch):
     monkeypatch.setattr(limits, "MAX_PEERS_PER_WORKER", 2)
     stage = Stage(heartbeat=1.0)

@@ -26,7 +26,9 @@ DECODE = {
 
 
 def step(producer: SchedulerSide, request: Any, more: int, *blocks: list[int], **output: Any) -> StepMetadata:
-    """One step of vLLM's scheduler, in which `more` tokens of the request are computed into these blocks."""
+    """One step of vLLM's scheduler, in which `more` tokens of the request are computed into these blocks, if it can."""
+    if not more:
+        producer.external(request, 0)
     tables = {request.request_id: tuple(blocks)}
     made = {
         "num_scheduled_tokens": {request.request_id: more} if more else {},
@@ -228,14 +230,32 @@ def test_a_prefill_keeps_its_offer_while_others_are_computed_and_once_it_has_beg
 
 
 def test_prefills_keep_their_offers_while_the_engine_is_paused(clock: list[float]) -> None:
-    """It makes a step only where workers are to be told of a request."""
+    """It makes steps in which it tries to schedule nothing: workers are told of requests, and offers are unread."""
     producer = side()
     for number in range(3 * int(STARVED_SECONDS)):
-        request = arrived(producer, 8, ASKED | {"kvd_offer": f"kvdo1.{number:032}"}, str(number))
-        while producer.unsent:
-            (opened,) = step(producer, request, 0).growing
-            assert isinstance(opened, OpenOrder)
+        arrived(producer, 8, ASKED | {"kvd_offer": f"kvdo1.{number:032}"}, str(number))
+        for orders in ([OpenOrder], []):
+            output = SimpleNamespace(
+                num_scheduled_tokens={},
+                preempted_req_ids=set(),
+                scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+            )
+            producer.scheduled(output)
+            assert [type(order) for order in producer.take_metadata().growing] == orders
         clock[0] += 1
+
+
+def test_a_prefill_that_lacks_blocks_ends_its_offer_however_many_requests_come(clock: list[float]) -> None:
+    producer = side()
+    request = arrived(producer, 8)
+    for number in range(10 * int(STARVED_SECONDS)):
+        arrived(producer, 8, ASKED | {"kvd_offer": f"kvdo1.{number:032}"}, str(number))
+        ended = [order.request for order in step(producer, request, 0).growing if isinstance(order, WithdrawOrder)]
+        if ended:
+            break
+        clock[0] += 0.5
+    assert ended[0] == "r"
+    assert number == 2 * STARVED_SECONDS
 
 
 def test_a_prefill_keeps_its_offer_while_a_long_step_computes_others(clock: list[float]) -> None:

@@ -57,7 +57,7 @@ class GrowingOffers:
         self._orders: list[GrowingOrder] = []
         self._clock = StepClock()
         self._idle_since: float | None = None
-        """Since when no step has computed anything."""
+        """Since when no step has computed anything, and in each vLLM came to a request that waits."""
 
     @property
     def has_orders(self) -> bool:
@@ -75,23 +75,22 @@ class GrowingOffers:
             logger.warning("request %s is offered when it has ended: its kvd_offer names another's", request.request_id)
             return
         self._names.add(chosen.name)
-        self._clock.skip()
+        self._clock.look()
         self._growing[request.request_id] = _Growing(request, chosen, request.num_prompt_tokens, self._clock.now)
         self._orders.append(OpenOrder(request.request_id, chosen.name, chosen.secret, consumers))
 
-    def scheduled(self, output: Any, is_loading: Callable[[str], bool], *, unsent: bool) -> None:
+    def scheduled(self, output: Any, is_loading: Callable[[str], bool], *, tried: bool) -> None:
         """VLLM has scheduled a step; `num_computed_tokens` of its requests are those before it.
 
-        A request that `is_loading` waits for a pull of its own, which has not failed. If orders were `unsent`, the step
-        may be for them alone.
+        A request that `is_loading` waits for a pull of its own, which has not failed. Unless vLLM `tried` to schedule
+        one that waits, it is paused, or none does: it makes steps for other reasons, too.
         """
-        if unsent and not output.num_scheduled_tokens:
-            self._clock.skip()  # a paused engine makes no other steps, and lacks nothing
-        else:
-            self._clock.look()
+        self._clock.look()
         now = self._clock.now
-        if output.num_scheduled_tokens or self._idle_since is None:
-            self._idle_since = None if output.num_scheduled_tokens else now
+        if output.num_scheduled_tokens or not tried:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
         if not self._growing:
             return
         # Their blocks are others' now, even if they get the same ones again.
