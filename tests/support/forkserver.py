@@ -65,12 +65,11 @@ def forked(name: str, command: Sequence[str], log: Path, *, piped: bool) -> Chil
         del rest[0]
         while "=" in rest[0]:
             variable, _, environment[variable] = rest.pop(0).partition("=")
-    interpreter, flag, *module = rest[:3]
-    known = flag == "-m" and (interpreter == sys.executable or module[0] in IMPORTED)
-    if not known or _of_interpreter(environment) != _of_interpreter(os.environ):
+    is_known = rest[1:2] == ["-m"] and (rest[0] == sys.executable or rest[2] in IMPORTED)
+    if not is_known or _of_interpreter(environment) != _of_interpreter(os.environ):
         return Child.start(name, command, log, piped=piped)
     with log.open("wb") as sink:
-        return Child(name, Forked(rest[2:], environment, sink, piped=piped, interpreter=interpreter), log)
+        return Child(name, Forked(rest[2:], environment, sink, piped=piped, interpreter=rest[0]), log)
 
 
 def _of_interpreter(environment: Mapping[str, str]) -> dict[str, str]:
