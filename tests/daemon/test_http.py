@@ -12,6 +12,8 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
@@ -20,9 +22,11 @@ from kvd.daemon.health import Health
 from kvd.daemon.http import HttpServer
 from kvd.errors import BadRequest
 from kvd.metrics import Metrics
+from tests.support.fleet import until
 from tests.support.patience import MOMENT
 
 SLOW = 2000
+REST_SECONDS = 0.001
 
 
 class Served:
@@ -125,57 +129,74 @@ def test_a_request_that_fails_by_a_defect_is_logged_once(
     assert not caplog.records  # asyncio's own, of errors that nobody asked about
 
 
-def test_a_flood_of_requests_takes_a_small_share_of_a_core(served: Served) -> None:
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "kvd-http"]
-    assert thread.ident is not None
-    clock = time.pthread_getcpuclockid(thread.ident)
-    served.get("/livez")
-    began, used = time.monotonic(), time.clock_gettime(clock)
-    for _ in range(100):
-        assert served.get("/metrics")[0] == 200
-    # It has not rested yet for the last request.
-    last = 2 * (time.clock_gettime(clock) - used) / 100
-    assert time.clock_gettime(clock) - used - last <= limits.HTTP_SHARE * (time.monotonic() - began)
+@given(steps=st.lists(st.tuples(st.floats(0, 3), st.floats(0, 0.1)), min_size=1))
+def test_who_rests_as_it_is_told_has_no_more_than_its_share_of_a_core(steps: list[tuple[float, float]]) -> None:
+    served = Served()
+    served.server.close()  # its thread is not there to rest
+    began = now = 10.0
+    used = 0.0
+    for idle, work in steps:
+        now, used = now + idle + work, used + work
+        now += served.server._rest(now, used)
+        assert used <= limits.HTTP_SHARE * (now - began) + 1e-9
 
 
 @pytest.fixture
-def small_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Far from what the thread would take, on a busy machine, too; and it rests for all that it takes."""
-    monkeypatch.setattr(limits, "HTTP_SHARE", 0.01)
-    monkeypatch.setattr(limits, "HTTP_REST_SECONDS", MOMENT)
+def did(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the thread does from now on: a "read", the "end" of a connection, a "rest", of a millisecond here."""
+    steps: list[str] = []
+    receive = served.server._loop.sock_recv
+
+    async def read(connection: socket.socket, size: int) -> bytes:
+        received = await receive(connection, size)
+        steps.append("read" if received else "end")
+        return received
+
+    def rest(_now: float, _used: float) -> float:
+        steps.append("rest")
+        return REST_SECONDS
+
+    monkeypatch.setattr(served.server._loop, "sock_recv", read)
+    monkeypatch.setattr(served.server, "_rest", rest)
+    monkeypatch.setattr(limits, "HTTP_SECONDS", MOMENT)  # a busy machine wakes the thread late, hundreds of times
+    return steps
 
 
-def share_of_a_core(served: Served, data: bytes) -> float:
-    """What the thread takes of a core while a connection sends `data`, until it is closed."""
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "kvd-http"]
-    assert thread.ident is not None
-    clock = time.pthread_getcpuclockid(thread.ident)
-    with socket.create_connection(served.place, timeout=MOMENT) as connection:
-        began, used = time.monotonic(), time.clock_gettime(clock)
-        with contextlib.suppress(OSError):  # a slow machine has not read it within the connection's time
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(65536):
-                pass
-        used, elapsed = time.clock_gettime(clock) - used, time.monotonic() - began
-    return 0.8 * used / elapsed  # it has not rested yet for what it read last
+def rests(did: list[str], connections: int) -> int:
+    """How often the thread has rested: once for each of `connections`, and after each read from them, to their end."""
+    for _ in until("the end of all connections", MOMENT):
+        if did.count("end") == connections and did[-1] == "rest":
+            break
+    text = " ".join(did).replace("read rest", "").replace("end rest", "")
+    assert text.split() == ["rest"] * connections
+    return did.count("rest")
 
 
-@pytest.mark.usefixtures("small_share")
-def test_so_does_what_follows_a_request(served: Served) -> None:
-    assert (
-        share_of_a_core(served, b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(4 * limits.MIB)) <= limits.HTTP_SHARE
-    )
+def test_it_rests_after_each_of_very_many_requests(served: Served, did: list[str]) -> None:
+    began = time.monotonic()
+    for _ in range(100):
+        assert served.get("/livez")[0] == 200
+    assert rests(did, 100) == 300
+    assert time.monotonic() - began >= 100 * REST_SECONDS
 
 
-@pytest.mark.usefixtures("small_share")
-def test_so_does_a_request_in_single_bytes(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    served.get("/livez")
-    monkeypatch.setattr(limits, "HTTP_SECONDS", 2.0)
+def test_so_it_does_for_what_follows_a_request(served: Served, did: list[str]) -> None:
+    began = time.monotonic()
+    size = 4 * limits.MIB
+    served.send(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(size))
+    times = rests(did, 1)
+    assert times >= size // limits.MAX_HTTP_REQUEST_BYTES
+    assert time.monotonic() - began >= (times - 1) * REST_SECONDS
+
+
+def test_so_it_does_for_a_request_in_single_bytes(served: Served, did: list[str], monkeypatch) -> None:
     receive = served.server._loop.sock_recv
     monkeypatch.setattr(served.server._loop, "sock_recv", lambda connection, _size: receive(connection, 1))
-    head = b"GET /livez HTTP/1.1\r\nX: ".ljust(limits.MAX_HTTP_REQUEST_BYTES, b"x")
-    assert share_of_a_core(served, head) <= limits.HTTP_SHARE
+    request = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+    began = time.monotonic()
+    assert served.send(request).startswith(b"HTTP/1.1 200 ")
+    assert rests(did, 1) == len(request) + 2
+    assert time.monotonic() - began >= len(request) * REST_SECONDS
 
 
 def test_a_request_of_very_many_lines_is_not_read_to_its_end(served: Served) -> None:

@@ -132,13 +132,15 @@ def test_a_pool_of_which_many_blocks_stood_in_two_offers_is_as_quick_afterwards_
         used.offer(everything)
     for _ in range(2):
         used.release(everything)
-    assert _offered_and_released(used, 500) < 10 * _offered_and_released(fresh, 500)
+    assert _offered_and_released(used) < 10 * _offered_and_released(fresh)
 
 
-def _offered_and_released(use, times):
-    """Seconds of this thread's processor."""
-    begun = time.thread_time()
-    for block in range(times):
+def _offered_and_released(use):
+    """The least seconds of this thread's processor, of many times: whatever else runs only makes it longer."""
+    taken = []
+    for block in range(500):
+        begun = time.thread_time()
         use.offer((Span(0, 0, ids(block)),))
         use.release((Span(0, 0, ids(block)),))
-    return time.thread_time() - begun
+        taken.append(time.thread_time() - begun)
+    return min(taken)
