@@ -170,7 +170,7 @@ class _Daemon:
         """Connects to all peers; returns the seconds until they were ready, and the loop's longest stall meanwhile."""
         started = last = time.perf_counter()
         longest = 0.0
-        call(self.actors.handshake.expect, frozenset(_address(number) for number in range(peers)))
+        call(self.actors.handshake.connector.expect, frozenset(_address(number) for number in range(peers)))
         while self.metrics.peers.labels("ready")._value.get() < peers:
             await asyncio.sleep(0.001)
             now = time.perf_counter()

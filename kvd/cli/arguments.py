@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,7 +49,9 @@ def output_file(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: its folder cannot be made: {error.strerror}") from error
     try:
-        can_be = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+        can_be = not stat.S_ISDIR(path.stat().st_mode) and os.access(path, os.W_OK)
+    except FileNotFoundError:
+        can_be = os.access(path.parent, os.W_OK)
     except OSError as error:  # its folder cannot be searched, or no name is so long
         raise argparse.ArgumentTypeError(f"{text!r}: cannot be written: {error.strerror}") from error
     if not can_be:

@@ -73,7 +73,7 @@ class Daemon:
         config = self.config
         raise_open_files(limits.MAX_PEERS * DESCRIPTORS_PER_LINK)
         trust = load_trust(config)
-        directory = self._make_directory(trust, lambda addresses: call(actors.handshake.expect, addresses))
+        directory = self._make_directory(trust, lambda addresses: call(actors.handshake.connector.expect, addresses))
         parts = open_parts(
             config,
             f"{config.name}#{self.incarnation}",

@@ -149,7 +149,7 @@ class HostNames:
         try:
             number = self._resolve(host.name)
         except Exception as error:  # noqa: BLE001 - whatever it is, its slot is needed by others
-            why = str(error)
+            why = str(error) or type(error).__name__
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             loop.call_soon_threadsafe(self._ended, host, number, why)
 

@@ -35,16 +35,21 @@ class PrioritySlots(Generic[K]):
         if key in self._in:
             return True
         if urgent:
-            self._patient.pop(key, None)
-            self._urgent.setdefault(owner, {})[key] = party
-        elif not any(key in keys for keys in self._urgent.values()):
+            self._make_urgent(key, owner, party)
+        elif not self.waits(key):
             self._patient[key] = party
         return False
 
     def hurry(self, key: K, owner: str = "") -> None:
-        """Makes a waiting key urgent."""
-        if key in self._patient:
-            self.enter(key, urgent=True, owner=owner, party=self._patient[key])
+        """Makes a waiting key urgent, for this owner as well."""
+        for keys in (self._patient, *self._urgent.values()):
+            if key in keys:
+                self._make_urgent(key, owner, keys[key])
+                return
+
+    def waits(self, key: K) -> bool:
+        """Whether `key` waits for a slot."""
+        return any(key in keys for keys in (self._patient, *self._urgent.values()))
 
     def leave(self, key: K) -> None:
         """Frees the slot of a key; one that waits goes on waiting."""
@@ -75,6 +80,10 @@ class PrioritySlots(Generic[K]):
 
     def _first(self, queue: dict[K, str]) -> K | None:
         return next((key for key, party in queue.items() if self._has_room(party)), None)
+
+    def _make_urgent(self, key: K, owner: str, party: str) -> None:
+        self._patient.pop(key, None)
+        self._urgent.setdefault(owner, {})[key] = party
 
     def _run(self, key: K, party: str) -> None:
         self._in[key] = party

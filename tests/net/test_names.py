@@ -24,6 +24,8 @@ class Servers:
 
     def __init__(self) -> None:
         self.numbers: dict[str, str] = {}
+        self.failure: Exception = OSError("Name or service not known")
+        """Of names that they do not know."""
         self.asked: list[str] = []
         self._answers = threading.Semaphore(0)
         self.release = self._answers.release
@@ -33,7 +35,7 @@ class Servers:
         if name.startswith("hangs"):
             self._answers.acquire(timeout=MOMENT)
         if name not in self.numbers:
-            raise OSError("Name or service not known")
+            raise self.failure
         return self.numbers[name]
 
 
@@ -170,6 +172,10 @@ async def test_a_name_that_is_not_found_is_named_and_the_daemon_is_greeted_where
     consumer.port.greet(link, b"three")
     await hears(producer, b"three")
     await until(lambda: consumer.port.trouble(link) == why)
+    servers.failure = MemoryError()  # which says nothing
+    consumer.port.greet(link, b"four")
+    await hears(producer, b"four")
+    await until(lambda: consumer.port.trouble(link) == "the name 'pod.example' cannot be looked up: MemoryError")
 
 
 async def test_a_daemon_that_was_found_is_greeted_at_once_whatever_else_its_party_looks_up(

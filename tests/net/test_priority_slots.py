@@ -101,3 +101,18 @@ def test_a_key_of_several_owners_runs_once_in_the_turn_that_comes_first():
     turns.leave("both")
     turns.leave("a1")
     assert turns.next() is None
+
+
+def test_an_urgent_key_is_hurried_for_another_owner_too():
+    turns = PrioritySlots(1)
+    turns.enter("in", urgent=True, owner="a")
+    for key in ("a1", "a2", "both"):
+        turns.enter(key, urgent=True, owner="a")
+    turns.hurry("both", "b")
+    assert [turns.waits(key) for key in ("in", "both", "c")] == [False, True, False]
+    came = []
+    turns.leave("in")
+    while (key := turns.next()) is not None:
+        came.append(key)
+        turns.leave(key)
+    assert came == ["a1", "both", "a2"]

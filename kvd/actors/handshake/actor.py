@@ -66,7 +66,7 @@ class HandshakeActor(Actor):
         self._answers_due: Deadlines[int] = Deadlines(
             context.loop, lambda link: self.call(self._unanswered, link), for_others=True
         )
-        self._connector = Connector(
+        self.connector = Connector(
             self,
             context,
             port,
@@ -87,44 +87,39 @@ class HandshakeActor(Actor):
         """
         peer = self._peers.by_address.get(address)
         if peer is None:
-            self._connector.need(address, worker)
+            self.connector.need(address, worker)
             return
         now = self.loop.time()
-        if peer.state is State.GREETING and not peer.wanted:
+        if peer.state is State.GREETING and not peer.wanted_by:
             peer.missed = 0  # no pull has waited since it was lost; this one may wait three heartbeats
         peer.needed = now
         if peer.avoided(now, self._context.settings.heartbeat):
             text = f"{peer.loss}; it is greeted again in {peer.greeted_from - now:.0f} s"
             self._listener.down(peer.address, text, restarted=False)
             return
-        peer.wanted = True
-        self._slots.hurry(peer.link, peer.worker)
+        peer.wanted_by[worker] = None
+        self._slots.hurry(peer.link, worker)
         self._port.hurry(peer.link, worker)
         if stale:
             self._step(peer, Event.REFRESH)
         elif peer.state in (State.READY, State.REFRESHING):
             self._announce(peer)
 
-    def expect(self, addresses: frozenset[str]) -> None:
-        """Connects to the daemons at these addresses ahead of the first pull, and stays connected.
-
-        Those of earlier lists may be forgotten. Logs those that it cannot connect to.
-        """
-        self._connector.expect(addresses)
-
     def _opened(self, peer: Peer) -> None:
         """A new peer is greeted at once if a pull waits for it, else at its first heartbeat."""
-        if peer.wanted:
+        if peer.wanted_by:
             self._take_slot(peer)
         self.later(self._context.settings.heartbeat * (peer.link * _GOLDEN % 1.0), self._beat, peer.link)
 
     # --- slots: how many handshakes run at once ---------------------------------------------------------------------
 
     def _take_slot(self, peer: Peer) -> None:
-        """Continues a handshake, now or when a slot is free; peers that a pull waits for come first."""
+        """Continues a handshake, now or when a slot is free: peers that pulls wait for first, workers in turn."""
         if peer.state is State.GREETING and self.loop.time() < peer.greeted_from:
             return  # a later heartbeat greets it
-        if self._slots.enter(peer.link, urgent=peer.wanted, owner=peer.worker, party=key_of(peer.address)):
+        urgent, party = bool(peer.wanted_by), key_of(peer.address)
+        owners = tuple(peer.wanted_by) or ("",)
+        if any(self._slots.enter(peer.link, urgent=urgent, owner=owner, party=party) for owner in owners):
             self._go_on(peer)
 
     def _go_on(self, peer: Peer) -> None:
@@ -141,7 +136,7 @@ class HandshakeActor(Actor):
             hello = Hello(settings.daemon, settings.incarnation, host=settings.host)
             say = self._port.greet if peer.state is State.GREETING else self._port.ask
             say(peer.link, codec.encode(hello))
-            peer.is_heeded = True
+            peer.is_heeded = peer.is_greeted = True
 
     def _free_slot(self, peer: Peer) -> None:
         """Frees the slot of `peer` for the next ones."""
@@ -275,13 +270,13 @@ class HandshakeActor(Actor):
         if peer is None:
             return
         settings, now = self._context.settings, self.loop.time()
-        if now - peer.needed > settings.peer_idle and peer.address not in self._connector.expected:
+        if now - peer.needed > settings.peer_idle and peer.address not in self.connector.expected:
             self._listener.idle(peer.address, peer.announced)
-        if peer.beat(now):
+        if peer.beat(now, waits=not peer.is_greeted and self._slots.waits(peer.link)):
             silent = f"no answer for {MISSED_BEATS} heartbeats of {settings.heartbeat:g} s"
             text = self._port.trouble(peer.link) or silent
             self._lose(peer, Event.SILENT, self._context.with_reason(text, MISSED_BEATS * settings.heartbeat))
-            if not peer.announced and peer.address not in self._connector.expected:
+            if not peer.announced and peer.address not in self.connector.expected:
                 self._listener.idle(peer.address, peer.announced)  # perhaps no daemon was ever there
         elif peer.state in (State.GREETING, State.REFRESHING):
             self._take_slot(peer)
@@ -329,7 +324,8 @@ class HandshakeActor(Actor):
             case Effect.ANNOUNCE:
                 self._announce(peer)
             case Effect.LOSE:
-                peer.wanted = False
+                peer.wanted_by.clear()
+                peer.is_greeted = False
                 self._context.metrics.peers_lost.inc()
                 self._listener.down(peer.address, peer.loss, restarted=event is Event.RESTARTED)
             case Effect.FORGET:
@@ -345,7 +341,8 @@ class HandshakeActor(Actor):
                 self._slots.forget(peer.link)
 
     def _announce(self, peer: Peer) -> None:
-        peer.wanted, peer.announced = False, peer.announced + 1
+        peer.wanted_by.clear()
+        peer.announced += 1
         self._listener.up(peer.view())
 
     # --- status -----------------------------------------------------------------------------------------------------

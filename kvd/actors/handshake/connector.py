@@ -62,6 +62,7 @@ class Connector(Component):
         """Connects to the daemon that a pull of `worker` needs; the listener's `refused` follows if that cannot be."""
         waiting = self._wanted.get(worker, {})
         if address in waiting:
+            self._turns.put(worker)  # it has none if a defect has ended its last one
             return
         try:
             self._peers.check_room(worker, len(waiting))
@@ -80,6 +81,7 @@ class Connector(Component):
 
     def _want(self, address: str, worker: str) -> None:
         self._wanted.setdefault(worker, {})[address] = None
+        self._refused.get(worker, {}).pop(address, None)  # there is room for it by now
         self._turns.put(worker)
 
     def _refuse(self, address: str, worker: str, error: KvdError) -> None:
@@ -88,7 +90,11 @@ class Connector(Component):
 
     def _connect(self, workers: list[str]) -> None:
         for worker in workers:
-            if refused := self._refused.pop(worker, None):
+            refused = self._refused.pop(worker, {})
+            for address in sorted(refused.keys() & self._peers.by_address.keys()):  # others' pulls have met it since
+                del refused[address]
+                self._met(address, worker)
+            if refused:
                 self._listener.refused(worker, refused)
             waiting = self._wanted.get(worker, {})
             for address in list(islice(waiting, _AT_ONCE)):
@@ -117,7 +123,8 @@ class Connector(Component):
         self._peers.check_room(worker)
         link = self._port.connect(address, worker)
         now = self._context.loop.time()
-        peer = Peer(address, link, silent_from=now, wanted=worker != _EXPECTED, worker=worker)
+        wanted_by = {} if worker == _EXPECTED else {worker: None}
+        peer = Peer(address, link, silent_from=now, wanted_by=wanted_by, worker=worker)
         self._peers.add(peer)
         self._context.metrics.peers.labels(peer.state).inc()
         self._opened(peer)

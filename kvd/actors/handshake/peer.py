@@ -45,8 +45,10 @@ class Peer:
     """Heartbeats since it last said something."""
     needed: float = 0.0
     """When it was last needed or sent a request about a lease."""
-    wanted: bool = False
-    """Whether a pull waits for it."""
+    wanted_by: dict[str, None] = field(default_factory=dict)
+    """The workers whose pulls wait for it."""
+    is_greeted: bool = False
+    """Whether it was sent a hello since it was connected to, or last lost."""
     is_heeded: bool = False
     """Whether its next welcome or refusal counts: one does for each hello, and for each ping beside requests."""
     worker: str = ""
@@ -97,16 +99,19 @@ class Peer:
         """It says something."""
         self.silent_from, self.missed = now, 0
 
-    def beat(self, now: float) -> bool:
+    def beat(self, now: float, *, waits: bool) -> bool:
         """Counts a heartbeat; says whether it was silent for as many as it may be, after which the count starts again.
+
+        Those in which it `waits` for its first hello are not counted, nor those until it may be greeted again: nothing
+        is sent to it.
 
         Heartbeats are counted, not seconds: a daemon that stood still for long has one late heartbeat, before it reads
         what its peers said meanwhile, and must not take its own silence for theirs.
         """
         self.refreshes = 0
-        greeted = now >= self.greeted_from  # if not, nothing is sent to it
-        silent = greeted and self.missed == MISSED_BEATS
-        self.missed = self.missed + 1 if greeted and not silent else 0
+        asked = now >= self.greeted_from and not waits
+        silent = asked and self.missed == MISSED_BEATS
+        self.missed = self.missed + 1 if asked and not silent else 0
         return silent
 
     def is_refreshed_at_once(self) -> bool:

@@ -10,6 +10,8 @@ class BlockManager:
     """Around vLLM's `KVCacheManager`."""
 
     def __init__(self) -> None:
+        self.has_refused = False
+        """Whether vLLM has lacked blocks for a request, since somebody last said that it has not."""
         self._manager: Any = None
         self._step_tokens = 0
         self._lookahead = 0
@@ -19,6 +21,16 @@ class BlockManager:
 
         A step of vLLM's computes at most `step_tokens` tokens, and a drafter needs blocks for `lookahead` more.
         """
+        allocate = manager.allocate_slots
+
+        def allocate_slots(*args: Any, **options: Any) -> Any:
+            blocks = allocate(*args, **options)
+            self.has_refused |= blocks is None
+            return blocks
+
+        manager.allocate_slots = (
+            allocate_slots  # vLLM tells connectors of the blocks it has given, never of those it lacks
+        )
         self._manager = manager
         self._step_tokens = step_tokens
         self._lookahead = lookahead

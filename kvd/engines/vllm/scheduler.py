@@ -232,7 +232,8 @@ class SchedulerSide:
 
     def scheduled(self, output: Any) -> None:
         """VLLM has scheduled a step, whose metadata is taken next."""
-        tried, self._tried = self._tried or self.turns.kept.any_loaded, False
+        tried, self._tried = self._tried or self._manager.has_refused, False  # of one that is loaded it asks nothing
+        self._manager.has_refused = False
         self._growing.scheduled(output, self._is_loading, tried=tried)
 
     def answered(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
@@ -249,7 +250,7 @@ class SchedulerSide:
         blocks = self.turns.kept.room(request, [block for part in held for block in part.ids])
         if blocks is None:
             return None
-        order = self._new_order(request, tokens, held, turn_ttl=self.turns.ttl)
+        order = self._new_order(request, tokens, held, turn_ttl=self.turns.policy.ttl)
         self._metadata.offers.append(order)
         ticket = self._answers.ticket(order)
         params, in_answer = self.turns.keep(request, order, ticket, self._prompt(request), blocks)

@@ -6,9 +6,11 @@ import pytest
 
 from kvd import limits
 from kvd.actors.runtime.actor import call
+from kvd.actors.scheduler.unrouted import UnroutedPulls
 from kvd.errors import ErrorCode
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
+from kvd.protocol.peer import Hello
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Notifications, Pull
@@ -47,7 +49,7 @@ def test_a_ticket_of_many_unknown_addresses_has_them_connected_to_some_at_a_time
 
 
 def test_so_does_a_long_peer_file(stage, opened):
-    call(stage.actors.handshake.expect, frozenset(ADDRESSES))
+    call(stage.actors.handshake.connector.expect, frozenset(ADDRESSES))
     stage.run()
     assert sorted(stage.dependencies.peer_port.links.values()) == sorted(ADDRESSES)
     assert max(opened.values()) == AT_ONCE
@@ -64,7 +66,7 @@ def test_an_address_that_cannot_be_connected_to_fails_its_pull_and_keeps_nobody_
 def test_what_a_worker_has_opened_without_end_is_bounded_and_another_waits_for_a_turn_alone(stage, monkeypatch):
     """It cancels its pulls at once, which leaves the addresses of their tickets to be connected to."""
     monkeypatch.setattr(limits, "MAX_PEERS_PER_WORKER", 200)
-    connector, port = stage.actors.handshake._connector, stage.dependencies.peer_port
+    connector, port = stage.actors.handshake.connector, stage.dependencies.peer_port
     for number in range(1000):
         call(connector.need, f"tcp://made-up-{number}:1", "w")
     call(connector.need, "tcp://peer:1", "other")
@@ -84,9 +86,13 @@ def test_what_a_worker_has_opened_without_end_is_bounded_and_another_waits_for_a
 
 def test_what_many_addresses_are_refused_is_told_together(stage, monkeypatch):
     monkeypatch.setattr(limits, "MAX_PEERS_PER_WORKER", 1)
-    unrouted, told = stage.actors.scheduler._unrouted, []
-    refused = unrouted.peers_refused
-    unrouted.peers_refused = lambda worker, reasons: (told.append(len(reasons)), refused(worker, reasons))
+    told, refused = [], UnroutedPulls.peers_refused
+
+    def watched(unrouted, worker, reasons):
+        told.append(len(reasons))
+        refused(unrouted, worker, reasons)
+
+    monkeypatch.setattr(UnroutedPulls, "peers_refused", watched)
     for number in range(3):
         stage.pull(f"p{number}", (), ticket=ticket_of(ADDRESSES), timeout=60.0)
     assert [failed.request for failed in stage.notified] == ["p0", "p1", "p2"]
@@ -123,3 +129,91 @@ def test_a_defect_in_one_connecting_costs_no_other(stage, monkeypatch):
     stage.failures.clear()
     stage.run()
     assert len(port.links) == len(ADDRESSES) - 1
+
+
+def test_what_was_refused_is_not_told_once_there_is_room_or_others_have_met_it(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PEERS_PER_WORKER", 1)
+    connector, links = stage.actors.handshake.connector, stage.dependencies.peer_port.links
+    stage.pull("first", (), ticket=ticket_of(["tcp://one:1"]), timeout=60.0)
+    for number in range(4):
+        call(connector.need, f"tcp://v{number}:1", f"v{number}")  # the turns of others
+    call(connector.need, "tcp://room:1", "w")
+    call(connector.need, "tcp://v3:1", "w")
+    call(stage.actors.handshake.forget, "tcp://one:1", 0)
+    for name in ("room", "v3"):
+        pull = Pull(1, name, ticket_of([f"tcp://{name}:1"]), (), 60.0)
+        stage.actors.gateway.received(WorkerFrame(b"\1" * 16, codec.encode(pull), 1000))
+    stage.run()
+    assert [failed.request for failed in stage.notified] == []
+    assert {"tcp://room:1", "tcp://v3:1"} <= set(links.values())
+
+
+def test_what_a_worker_needs_is_met_though_its_last_turn_ended_by_a_defect(stage, monkeypatch):
+    handshake = stage.actors.handshake
+    put, broken = handshake.call, iter([True])
+
+    def call_of(method, *arguments, **named):
+        if method == handshake.connector._connect_to and next(broken, False):
+            raise RuntimeError
+        put(method, *arguments, **named)
+
+    monkeypatch.setattr(handshake, "call", call_of)
+    for address in ADDRESSES[:3]:
+        call(handshake.connector.need, address, "w")
+    stage.loop.run_until(stage.loop.now)
+    assert len(stage.failures) == 1
+    stage.failures.clear()
+    call(handshake.connector.need, ADDRESSES[1], "w")
+    stage.run()
+    assert set(stage.dependencies.peer_port.links.values()) == set(ADDRESSES[1:3])
+
+
+class _Crowd:
+    """Two workers, a thousand addresses at which nobody answers, and one at which somebody does."""
+
+    dead, live = [f"tcp://dead-{number}:1" for number in range(1000)], "tcp://peer:1"
+
+    def __init__(self):
+        self.stage = Stage(heartbeat=1.0)
+        self.stage.attach("greedy", 1)
+        self.stage.attach("other", 2)
+
+    def pull(self, session, name, addresses):
+        pull = Pull(1, name, ticket_of(addresses), (), 60.0)
+        self.stage.actors.gateway.received(WorkerFrame(bytes([session]) * 16, codec.encode(pull), 1000))
+        self.stage.run()
+
+    @property
+    def is_met(self):
+        links = self.stage.dependencies.peer_port.links
+        return any(isinstance(said, Hello) and links[to] == self.live for to, said in self.stage.to_peers)
+
+    @property
+    def failed(self):
+        told = [reply for _, reply in self.stage.to_workers if isinstance(reply, Notifications)]
+        return {item.request for reply in told for item in reply.items}
+
+
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_a_peer_that_others_need_as_well_is_greeted_in_their_turn(is_expected):
+    crowd = _Crowd()
+    if is_expected:
+        call(crowd.stage.actors.handshake.connector.expect, frozenset([*crowd.dead, crowd.live]))
+        crowd.stage.run()
+    crowd.pull(1, "mine", crowd.dead if is_expected else [*crowd.dead, crowd.live])
+    crowd.pull(2, "theirs", [crowd.live])
+    crowd.stage.run(1.2)
+    assert crowd.is_met
+
+
+def test_a_peer_that_waits_for_its_first_hello_is_not_taken_for_a_silent_one():
+    crowd = _Crowd()
+    crowd.pull(1, "dead", crowd.dead)
+    crowd.pull(1, "live", [crowd.live])
+    for _ in range(100):
+        crowd.stage.run(0.1)
+        if crowd.is_met:
+            break
+        assert "live" not in crowd.failed
+    assert crowd.is_met
+    assert "dead" in crowd.failed

@@ -431,7 +431,7 @@ def test_a_status_tells_of_so_many_peers_at_most_and_first_of_those_in_trouble()
 
 def test_peers_that_nobody_waits_for_are_greeted_one_after_the_other_within_a_heartbeat():
     stage = Stage()
-    call(stage.actors.handshake.expect, frozenset(f"tcp://peer-{number}:1" for number in range(100)))
+    call(stage.actors.handshake.connector.expect, frozenset(f"tcp://peer-{number}:1" for number in range(100)))
     most = 0
     for _ in range(100):
         before = len(stage.asks(Hello))
@@ -497,7 +497,7 @@ def test_a_peer_that_a_pull_waits_for_is_greeted_before_those_that_are_expected(
     monkeypatch.setattr(limits, "MAX_HANDSHAKES", 1)
     crowd = _Handshakes(1)
     crowd.welcomed(1)
-    call(crowd.stage.actors.handshake.expect, frozenset(f"tcp://expected-{number}:1" for number in range(3)))
+    call(crowd.stage.actors.handshake.connector.expect, frozenset(f"tcp://expected-{number}:1" for number in range(3)))
     crowd.stage.run(1.0)
     call(crowd.stage.actors.handshake.need, "tcp://expected-2:1", worker="w")
     crowd.added()

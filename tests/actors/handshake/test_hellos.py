@@ -94,7 +94,7 @@ def test_a_welcome_counts_though_its_hello_was_sent_again_meanwhile(stage):
 def test_a_pull_hears_that_its_peer_has_a_name_that_leads_nowhere_and_so_does_the_status(stage):
     why = "the name 'peer' cannot be looked up: no server answers"
     stage.dependencies.peer_port.trouble = lambda _link: why
-    call(stage.actors.handshake.expect, frozenset({"tcp://peer:1"}))
+    call(stage.actors.handshake.connector.expect, frozenset({"tcp://peer:1"}))
     stage.pull(timeout=60.0)
     stage.run(5.0)
     assert why in stage.notified[0].text

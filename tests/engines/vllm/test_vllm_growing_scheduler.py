@@ -14,6 +14,7 @@ from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, OpenOrder, RankEn
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.layout import Full, Sliding, State
 from kvd.protocol.ticket import decode
+from tests.engines.vllm.blocks import Manager, bind
 from tests.engines.vllm.test_vllm_scheduler import PREFILL, Request, Status, side, table
 
 OFFER = "kvdo1." + 32 * "x"
@@ -38,6 +39,14 @@ def step(producer: SchedulerSide, request: Any, more: int, *blocks: list[int], *
     }
     producer.scheduled(SimpleNamespace(**made | output))
     request.num_computed_tokens += more
+    return producer.take_metadata()
+
+
+def passed_step(producer: SchedulerSide) -> StepMetadata:
+    """One that vLLM makes for other reasons: it asks of no request, and computes nothing."""
+    resumed = SimpleNamespace(resumed_req_ids=set())
+    output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=set(), scheduled_cached_reqs=resumed)
+    producer.scheduled(output)
     return producer.take_metadata()
 
 
@@ -235,14 +244,26 @@ def test_prefills_keep_their_offers_while_the_engine_is_paused(clock: list[float
     for number in range(3 * int(STARVED_SECONDS)):
         arrived(producer, 8, ASKED | {"kvd_offer": f"kvdo1.{number:032}"}, str(number))
         for orders in ([OpenOrder], []):
-            output = SimpleNamespace(
-                num_scheduled_tokens={},
-                preempted_req_ids=set(),
-                scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
-            )
-            producer.scheduled(output)
-            assert [type(order) for order in producer.take_metadata().growing] == orders
+            assert [type(order) for order in passed_step(producer).growing] == orders
         clock[0] += 1
+
+
+def test_so_does_one_of_which_another_connector_has_brought_a_part(clock: list[float]) -> None:
+    """VLLM asks of it no more, nor of those behind it."""
+    producer, blocks = side(), Manager(lacks_blocks=True)
+    bind(producer, blocks)
+    request = arrived(producer, 8)
+    (opened,) = step(producer, request, 0).growing
+    producer.allocated(request, [table(1)], 0)
+    request.num_computed_tokens = 4
+    for _ in range(int(STARVED_SECONDS) - 1):
+        clock[0] += 1
+        blocks.allocate_slots(request)
+        assert passed_step(producer).growing == []
+    clock[0] += 1
+    blocks.allocate_slots(request)
+    assert isinstance(opened, OpenOrder)
+    assert passed_step(producer).growing == [WithdrawOrder("r", opened.offer)]
 
 
 def test_a_prefill_that_lacks_blocks_ends_its_offer_however_many_requests_come(clock: list[float]) -> None:

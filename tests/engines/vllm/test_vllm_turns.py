@@ -14,7 +14,7 @@ from kvd.engines.vllm.turns.scheduler import TurnPolicy
 from kvd.layout import Full, Sliding
 from kvd.protocol.ticket import decode
 from tests.engines.vllm.blocks import Manager, bind
-from tests.engines.vllm.test_vllm_growing_scheduler import step
+from tests.engines.vllm.test_vllm_growing_scheduler import passed_step, step
 from tests.engines.vllm.test_vllm_scheduler import PREFILL, Request, Status, endpoint, prefilled, table
 
 BLOCK = 32
@@ -161,9 +161,9 @@ def test_a_turn_that_both_servers_got_at_once_extends_its_offer_by_what_it_has_p
     assert answer["kvd_offer"] == OFFER["kvd_offer"]
 
 
-def pulled_turn() -> tuple[SchedulerSide, Request, Any]:
+def pulled_turn(blocks: Manager | None = None) -> tuple[SchedulerSide, Request, Any]:
     """A turn whose earlier blocks are on their way, its prefill engine, and the order that has opened its offer."""
-    manager, prefill = Manager(), side()
+    manager, prefill = Manager(), side(blocks)
     engine = side(manager)
     decode_turn(engine, manager, SEQUENCE, *NINE)
     request, external = resumed(prefill, (asked(engine, "t") or {}) | OFFER, [*SEQUENCE, *range(50)])
@@ -199,6 +199,25 @@ def test_a_turn_lacks_blocks_only_after_its_pull(monkeypatch: pytest.MonkeyPatch
         assert step(prefill, request, 0).growing == []
     now[0] += 1
     assert step(prefill, request, 0).growing == [WithdrawOrder("next", opened.offer)]
+
+
+def test_a_turn_that_has_come_keeps_its_offer_while_the_engine_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM asks nothing of it any more: that it lacks blocks for it shows that it comes to it."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    blocks = Manager(lacks_blocks=True)
+    prefill, request, opened = pulled_turn(blocks)
+    prefill.received(["next"])
+    for _ in range(3 * int(STARVED_SECONDS)):
+        now[0] += 1
+        assert passed_step(prefill).growing == []
+    for _ in range(int(STARVED_SECONDS)):
+        now[0] += 1
+        blocks.allocate_slots(request)
+        assert passed_step(prefill).growing == []
+    now[0] += 1
+    blocks.allocate_slots(request)
+    assert passed_step(prefill).growing == [WithdrawOrder("next", opened.offer)]
 
 
 def test_a_turn_whose_pull_has_failed_does_not_keep_its_offer_while_its_blocks_are_in_quarantine(

@@ -146,11 +146,6 @@ class KeptTurns:
         self._asked.pop(request, None)
         self._loaded.pop(request, None)
 
-    @property
-    def any_loaded(self) -> bool:
-        """Whether a request waits whose blocks have come: vLLM asks nothing of it."""
-        return bool(self._loaded)
-
     def relieve(self) -> None:
         """A step was planned: whoever still waits was passed over. Gives up what the first one lacks.
 

@@ -49,7 +49,7 @@ class Turns:
     """Of an engine of `ranks` ranks. `whole`: caches lack what a turn's beginning alone needs (windows, states)."""
 
     def __init__(self, policy: TurnPolicy, ranks: int, manager: BlockManager, *, whole: bool) -> None:
-        self._policy = policy
+        self.policy = policy
         self._whole = whole
         self._pulled: set[str] = set()
         """Prefills that wait for what an earlier turn left."""
@@ -64,9 +64,9 @@ class Turns:
         if not turn_params.is_turn(request.kv_transfer_params):
             return None
         offered = turn_params.read(request.kv_transfer_params, prompt, whole=self._whole)
-        if self._policy.pulls:
+        if self.policy.pulls:
             return offered
-        if not (self._policy.recompute or self._warned):
+        if not (self.policy.recompute or self._warned):
             self._warned = True
             text = "earlier turns are computed again: their blocks are pulled with kv_load_failure_policy 'recompute'"
             logger.warning(text + ", this engine has 'fail'")
@@ -80,7 +80,7 @@ class Turns:
         """`external` tokens of it are pulled."""
         if external:
             self._pulled.add(request)
-        elif not self._policy.pulls:
+        elif not self.policy.pulls:
             self._outcomes.append("policy")
         else:
             self._outcomes.append("cached" if offered.tokens else "differs")
@@ -100,7 +100,7 @@ class Turns:
             return False
         if turn_params.name_of(params):
             return transfer_params.is_consumer(params)  # others ask for the turn of this name
-        return turn_params.in_answer(params) or (self._policy.every and not transfer_params.is_producer(params))
+        return turn_params.in_answer(params) or (self.policy.every and not transfer_params.is_producer(params))
 
     def keep(
         self, request: Any, order: OfferOrder, ticket: str, prompt: Prompt, blocks: list[Any]
@@ -119,11 +119,6 @@ class Turns:
         """The parameters of the turn that `request` asks for, if it does, and it is still kept."""
         params = request.kv_transfer_params
         return None if transfer_params.is_consumer(params) else self.kept.take(turn_params.name_of(params))
-
-    @property
-    def ttl(self) -> float:
-        """Seconds for which an answer is kept."""
-        return self._policy.ttl
 
     # --- both -------------------------------------------------------------------------------------------------------
 
