@@ -131,9 +131,9 @@ def build_actors(context: ActorContext, dependencies: Dependencies) -> Actors:
         transport,
         peers,
         listener=PeerListener(
-            up=lambda view: call(scheduler.peer_up, view),
+            up=lambda view: call(scheduler.unrouted.peer_up, view),
             down=lambda address, reason, *, restarted: call(scheduler.peer_down, address, reason, restarted=restarted),
-            refused=lambda worker, reasons: call(scheduler.peers_refused, worker, reasons),
+            refused=lambda worker, reasons: call(scheduler.unrouted.peers_refused, worker, reasons),
             idle=lambda address, announced: call(scheduler.peer_idle, address, announced),
         ),
         background=background,

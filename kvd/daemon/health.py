@@ -94,10 +94,7 @@ class Watchdog:
         self._silent: set[str] = set()
 
     def start(self) -> None:
-        """Begins the first round."""
-        self._begin()
-
-    def _begin(self) -> None:
+        """Begins a round, after which others follow."""
         self._round += 1
         self._began = self._loop.time()
         self._silent = {TRANSPORT, *(actor.name for actor in self._actors)}
@@ -125,4 +122,4 @@ class Watchdog:
         for name in sorted(self._silent):
             self._metrics.watchdog_misses.labels(name).inc()
             _log.warning("silent", part=name, seconds=round(self._loop.time() - self._began, 3))
-        self._begin()
+        self.start()

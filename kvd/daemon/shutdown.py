@@ -96,7 +96,7 @@ class Shutdown:
         await self._stop_each(parts.transport)
         await self._flush(actors)  # workers hear what the transport has said last, too
         self._part = "the workers' socket"
-        call(actors.gateway.stop)
+        call(actors.gateway.connections.close_all)
         await self._flush(actors)
         parts.workers.close()
         await self._stop_each(parts.rest)

@@ -41,7 +41,8 @@ _OCCURRENCES: dict[Dim, range] = {
     "channel": range(2),
     "byte": range(1, 2),
 }
-_ENUMERATED: tuple[Dim, ...] = ("kv", "head", "token", "tap", "channel")
+ENUMERATED: Final[tuple[Dim, ...]] = ("kv", "head", "token", "tap", "channel")
+"""The dimensions whose every index a view may place elsewhere."""
 
 
 VERSION_OF: Final = "version of "
@@ -149,7 +150,7 @@ def _check_spec(spec: CacheSpec) -> None:
     _bounded("layers over all views", sum(len(view.layers) for view in views), 0, MAX_SPEC_LAYERS + 1)
     for index, group in enumerate(spec.groups):
         _check_group(f"groups[{index}]", group, spec)
-    coordinates = sum(view.size(dim) for view in views for dim in _ENUMERATED)
+    coordinates = sum(view.size(dim) for view in views for dim in ENUMERATED)
     _bounded("heads, tokens, taps and channels over all views", coordinates, 0, MAX_SPEC_COORDINATES + 1)
     _check_blocks(sum(spec.arenas.values()), spec.pool_bytes)
     _check_arenas(spec)

@@ -180,7 +180,8 @@ class Router:
         """Gets `attempts.prefilled` from `server`. False if it refused the request, which the client then knows."""
         attempts.leave()
         if server.engine is Engine.SGLANG:
-            return await self._met(request, client, server, attempts)
+            attempts.meeting = Meeting(self._upstream, request, server)
+            return await self._use(await attempts.meeting.prefilled(), client, server, attempts)
         asking = asyncio.create_task(self._prefill_answer(request, server, "", attempts.turn))
         try:
             answer = await asyncio.shield(asking)
@@ -196,17 +197,6 @@ class Router:
             return False
         attempts.prefilled = answer
         self._has_prefilled(server, answer, attempts)
-        return True
-
-    async def _met(self, request: Request, client: Reply, server: Server, attempts: Attempts) -> bool:
-        """The same on a server of SGLang's, whose request goes on until its offer has been read."""
-        attempts.meeting = Meeting(self._upstream, request, server)
-        found = await attempts.meeting.prefilled()
-        if isinstance(found, Whole):
-            await _pass_on(found, client)
-            return False
-        attempts.prefilled = found
-        attempts.served(server)
         return True
 
     async def _prefill_answer(

@@ -12,8 +12,7 @@ from kvd.transport.interface import Event
 class Outbox:
     """A queue that the transport's thread fills and the loop empties.
 
-    `flush` wakes the loop, `put` does not: after a wake-up the loop holds the interpreter's lock for as long as it
-    runs, so a burst of events should cost only one.
+    After a wake-up the loop holds the interpreter's lock for as long as it runs, so a burst of events costs only one.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_event: Callable[[Event], None]) -> None:
@@ -24,12 +23,9 @@ class Outbox:
         self._closed = False
 
     def put(self, event: Event) -> None:
-        """On the thread: queues `event` for the next `flush`, behind those queued before it."""
+        """On the thread: queues `event` behind those queued before it, and wakes the loop."""
         self._events.append(event)
-
-    def flush(self) -> None:
-        """On the thread: wakes the loop if events are queued."""
-        if self._events and not self._woken and not self._closed:
+        if not self._woken and not self._closed:
             self._woken = True
             self._loop.call_soon_threadsafe(self.deliver)
 

@@ -130,8 +130,8 @@ class RoutedTransport:
 
     def read(self, request: ReadRequest) -> None:
         """Starts a read; its number must not be that of an open one. It ends in `Landed` or `ReadFailed`."""
-        near = self._network is None or request.agent in self._near
-        (self._same_host if near else self._far).read(request)
+        far = None if request.agent in self._near else self._network
+        (far or self._same_host).read(request)
 
     def abort(self, read: int) -> None:
         """Asks for an early end of a read; unknown and ended reads are ignored."""
@@ -162,11 +162,6 @@ class RoutedTransport:
     @property
     def _both(self) -> tuple[Transport, ...]:
         return (self._same_host,) if self._network is None else (self._same_host, self._network)
-
-    @property
-    def _far(self) -> Transport:
-        assert self._network is not None  # noqa: S101 - only asked where there is one
-        return self._network
 
     # --- events -----------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ async def test_a_vllm_prefills_with_its_token_what_an_sglang_decodes() -> None:
         adapters = read(body["bootstrap_host"])
         assert HANDOFF == PREFIX
         assert adapters.first is not None
-        assert (adapters.ticket, adapters.first.token) == ("T", 9)
+        assert (adapters.params.kvd_ticket, adapters.first.token) == ("T", 9)
 
 
 async def test_an_sglang_prefills_in_a_room_what_a_vllm_decodes() -> None:

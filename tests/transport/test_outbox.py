@@ -9,7 +9,6 @@ def filled(outbox: Outbox, events: range) -> None:
     def fill() -> None:
         for number in events:
             outbox.put(Landed(number, 0.0))
-            outbox.flush()
 
     thread = threading.Thread(target=fill)
     thread.start()

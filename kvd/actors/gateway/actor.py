@@ -170,7 +170,3 @@ class GatewayActor(Actor):
     def drain(self) -> None:
         """Nothing new is accepted; what was accepted still gets its outcome."""
         self._admission.close()
-
-    def stop(self) -> None:
-        """Hangs up on every worker, after what was sent to it."""
-        self.connections.close_all()

@@ -306,7 +306,7 @@ class Connections(Component):
             self._port.forget_process(number)
 
     def close_all(self) -> None:
-        """The daemon ends."""
+        """Hangs up on every worker, after what was sent to it: the daemon ends."""
         for number in self._by_number:
             self._port.close_session(number)
         self._by_number.clear()

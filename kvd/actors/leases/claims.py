@@ -52,7 +52,8 @@ class Claims(Component):
 
         Those that are leaving come last: what they finish must not end the lease of one that is yet to be granted.
         """
-        self._held = 0
+        self.held = 0
+        """How many are granted, and hold their leases."""
         self._held_of: Counter[str] = Counter()
         """By peer."""
         self._served = 0
@@ -332,17 +333,12 @@ class Claims(Component):
         self._held_of[claim.peer] += change
         if not self._held_of[claim.peer]:
             del self._held_of[claim.peer]
-        self._held += change
-        self._context.metrics.claims_active.set(self._held)
+        self.held += change
+        self._context.metrics.claims_active.set(self.held)
         if claim.request.serve:
             self._served += change
             if self._served == max(0, change):
                 self._expect_readers(self._served > 0)
-
-    @property
-    def held(self) -> int:
-        """How many are granted, and hold their leases."""
-        return self._held
 
     @property
     def waiting(self) -> int:

@@ -60,7 +60,6 @@ class PoolsActor(Actor):
         self._users: dict[str, User] = {}
         self._waits = Waits(self, context, self._users, overdue=self._overdue, expired=self._expired)
         self._provider = provider
-        self._transport = transport
         self.memory = PoolMemory(
             self, context, provider, transport, background=background, store=store, up=self._up, step=self._step
         )

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 
+from kvd import limits
 from kvd.actors.pools.pool import UNUSED, PoolRecord, State
 from kvd.actors.pools.requests import User
 from kvd.actors.runtime.actor import Actor, Component, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Deadlines
-
-_LAST_LOOK = 0.1
-"""Seconds for which a pool is kept beyond its time: its worker may have asked for it while this process was paused."""
 
 
 class Waits(Component):
@@ -70,7 +68,7 @@ class Waits(Component):
 
     def look_again(self, record: PoolRecord) -> None:
         """Has a pool that nobody came for expire in a moment."""
-        self.actor.later(_LAST_LOOK, self._looked, record, record.kept_since)
+        self.actor.later(limits.LAST_LOOK_SECONDS, self._looked, record, record.kept_since)
 
     def _looked(self, record: PoolRecord, kept_since: float) -> None:
         if record.state in UNUSED and record.kept_since == kept_since and not record.outlived:

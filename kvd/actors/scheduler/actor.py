@@ -4,8 +4,6 @@ A pull follows the table of `pull`. It has one transfer for each producer rank t
 each of those follows the table of `transfer`.
 """
 
-from collections.abc import Mapping
-
 from kvd import limits
 from kvd.actors.completion.actor import CompletionActor, Sessions
 from kvd.actors.handshake.actor import HandshakeActor
@@ -16,12 +14,11 @@ from kvd.actors.runtime.actor import Actor, Background, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
 from kvd.actors.runtime.machine import EffectQueue
-from kvd.actors.runtime.pools import PeerView, Pool
+from kvd.actors.runtime.pools import Pool
 from kvd.actors.scheduler import pull as machine
 from kvd.actors.scheduler.leaving import LeavingPulls
 from kvd.actors.scheduler.producers import KnownRoutes, Producers
 from kvd.actors.scheduler.pull import Effect, Event, Pull, PullKey, State
-from kvd.actors.scheduler.routes import RouteKey
 from kvd.actors.scheduler.targets import Targets
 from kvd.actors.scheduler.transfers import Transfers
 from kvd.actors.scheduler.unrouted import UnroutedPulls
@@ -59,7 +56,12 @@ class SchedulerActor(Actor):
         self._leases = leases
         self._handshake = handshake
         self._targets = Targets(context)
-        routes = KnownRoutes(self, background, self._route_made, lambda: {pull.routing for pull in self._all()})
+        routes = KnownRoutes(
+            self,
+            background,
+            made=lambda key, failure: self.unrouted.route_made(key, failure),  # noqa: PLW0108 - made below
+            wanted=lambda: {pull.routing for pull in self._all()},
+        )
         self._producers = Producers(routes)
         self._pulls: dict[PullKey, Pull] = {}
         self._effects = EffectQueue(when_empty=self._check_idle)
@@ -75,7 +77,7 @@ class SchedulerActor(Actor):
             step_pull=self._advance,
             grow=self._targets.grow,
         )
-        self._unrouted = UnroutedPulls(
+        self.unrouted = UnroutedPulls(
             context,
             self,
             self._producers,
@@ -157,7 +159,7 @@ class SchedulerActor(Actor):
             return Event.ABSENT
         pull.views = self._producers.views(pull.ticket)
         try:
-            sources = self._producers.sources(pull)
+            sources = self._producers.routes.find(pull)
         except KvdError:
             if pull.unasked:  # a producer's engine may have changed its layout since its daemon was asked
                 return self._look_up(pull, set(pull.unasked))
@@ -175,37 +177,23 @@ class SchedulerActor(Actor):
 
     # --- its producers ----------------------------------------------------------------------------------------------
 
-    def peer_up(self, view: PeerView) -> None:
-        """A peer is ready, or has told us about its pools again.
-
-        Continues pulls that waited for it, and uses its grants of pools that were not known yet.
-        """
-        self._unrouted.peer_up(view)
-
     def peer_down(self, address: str, reason: str, *, restarted: bool = False) -> None:
         """Fails what this peer was asked for.
 
         If it has restarted, it is being greeted already: pulls that are not routed yet wait for it.
         """
         error = refusal(ErrorCode.PEER_LOST, f"the daemon at {address} is lost: {reason}")
-        self._unrouted.peer_down(address, error, restarted=restarted)
+        self.unrouted.peer_down(address, error, restarted=restarted)
         self.transfers.lose(address, error)
-
-    def peers_refused(self, worker: str, reasons: Mapping[str, str]) -> None:
-        """Fails what waits for peers at these addresses of one worker: others may have them connected to."""
-        self._unrouted.peers_refused(worker, reasons)
 
     def peer_idle(self, address: str, announced: int) -> None:
         """No pull has needed this peer for long. It is forgotten, unless a transfer or a pull to be routed needs it.
 
-        `announced` says how often `peer_up` has been called for it.
+        `announced` says how often it has been told to be up.
         """
-        if not self.transfers.reads_from(address) and not self._unrouted.of(address):
+        if not self.transfers.reads_from(address) and not self.unrouted.of(address):
             self._producers.forget(address)
             call(self._handshake.forget, address, announced)
-
-    def _route_made(self, key: RouteKey, failure: KvdError | None) -> None:
-        self._unrouted.route_made(key, failure)
 
     def _all(self) -> list[Pull]:
         return [*self._pulls.values(), *self._leaving]
@@ -225,9 +213,9 @@ class SchedulerActor(Actor):
     def _carry_out(self, effect: Effect, pull: Pull, error: KvdError | None) -> None:
         match effect:
             case Effect.CONNECT:
-                self._unrouted.connect(pull)
+                self.unrouted.connect(pull)
             case Effect.RETRY:
-                self._unrouted.retry_later(pull)
+                self.unrouted.retry_later(pull)
             case Effect.BEGIN:
                 self.transfers.begin(pull)
             case Effect.CONCLUDE:
@@ -355,5 +343,5 @@ class SchedulerActor(Actor):
             busy_blocks=self._targets.busy_blocks(),
             blocks=self._targets.held.report(),
             connecting=sum(pull.state is State.CONNECTING for pull in self._pulls.values()),
-            routes=self._producers.routes,
+            routes=len(self._producers.routes),
         )

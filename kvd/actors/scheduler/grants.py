@@ -105,7 +105,7 @@ class Grants:
         self._plans.drop(transfer)
         self._plans.ended(transfer)
         pull.views[rank.address] = view
-        found = self._producers.sources(pull)
+        found = self._producers.routes.find(pull)
         if found is None:
             return False
         sources = {source.rank: source for source in found}

@@ -142,7 +142,7 @@ class Producers:
 
     def __init__(self, routes: KnownRoutes) -> None:
         self._views: dict[str, PeerView] = {}
-        self._routes = routes
+        self.routes = routes
 
     def __getitem__(self, address: str) -> PeerView:
         return self._views[address]
@@ -157,11 +157,11 @@ class Producers:
     def forget(self, address: str) -> None:
         """Forgets a peer that is not ready any more."""
         self._views.pop(address, None)
-        self._routes.forget(lambda key: any(address == source for source, *_ in key[1]))
+        self.routes.forget(lambda key: any(address == source for source, *_ in key[1]))
 
     def forget_pool(self, epoch: int) -> None:
         """Forgets the routes to one of our own pools, which is gone."""
-        self._routes.forget(lambda key: key[0] == epoch)
+        self.routes.forget(lambda key: key[0] == epoch)
 
     def unknown(self, ticket: Ticket) -> set[str]:
         """The addresses in a ticket whose daemon is not ready, or is known as a run from before the ticket."""
@@ -200,15 +200,6 @@ class Producers:
     def views(self, ticket: Ticket) -> dict[str, PeerView]:
         """The peers that a ticket names, by address."""
         return {rank.address: self._views[rank.address] for rank in ticket.ranks}
-
-    def sources(self, pull: Pull) -> Sources | None:
-        """See `KnownRoutes.find`; by the views that the pull has of its producers."""
-        return self._routes.find(pull)
-
-    @property
-    def routes(self) -> int:
-        """How many routes are kept."""
-        return len(self._routes)
 
 
 def _outcome(key: RouteKey, make: Callable[[], Sources]) -> _Known:

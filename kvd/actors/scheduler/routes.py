@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from kvd import limits, plan
 from kvd.actors.runtime.pools import PeerPool, PeerView, Pool, check_complete
 from kvd.errors import ErrorCode, refusal
-from kvd.layout import Dim, Full, Group
+from kvd.layout import Full, Group
+from kvd.layout.spec import ENUMERATED
 from kvd.plan import Descriptors, Planner
 from kvd.protocol.peer import Grown
 from kvd.protocol.ticket import TicketRank
@@ -17,7 +18,6 @@ RouteKey = tuple[int, tuple[tuple[str, int, str, int], ...]]
 
 _NOTHING = Span(0, 0, b"")
 """Stands for a group that is not named."""
-_ENUMERATED: tuple[Dim, ...] = ("kv", "head", "token", "tap", "channel")
 _STEPS = 64
 """What a view or a group takes to look at, counted in descriptors."""
 
@@ -50,7 +50,7 @@ def is_long(pools: Iterable[PeerPool | Pool]) -> bool:
         for group in spec.groups:
             steps += _STEPS
             for view in group.views:
-                steps += _STEPS + ranks + len(view.layers) * math.prod(map(view.size, _ENUMERATED))
+                steps += _STEPS + ranks + len(view.layers) * math.prod(map(view.size, ENUMERATED))
                 if steps > limits.MAX_ROUTED_AT_ONCE:
                     return True
     return steps > limits.MAX_ROUTED_AT_ONCE

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from kvd import limits
 from kvd.actors.handshake.actor import HandshakeActor
-from kvd.actors.runtime.actor import Actor, call
+from kvd.actors.runtime.actor import Actor, Component, call
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch
 from kvd.actors.runtime.pools import PeerView
@@ -15,7 +15,7 @@ from kvd.actors.scheduler.transfers import Transfers
 from kvd.errors import ErrorCode, KvdError, refusal
 
 
-class UnroutedPulls:
+class UnroutedPulls(Component):
     """Has pulls go on by `route`, or end by `step`. `pulls` gives all there are, those that are leaving too.
 
     Those that waited for the same go on some at a time: to route, claim and plan one may take a millisecond.
@@ -24,7 +24,7 @@ class UnroutedPulls:
     def __init__(
         self,
         context: ActorContext,
-        scheduler: Actor,
+        actor: Actor,
         producers: Producers,
         transfers: Transfers,
         *,
@@ -34,14 +34,14 @@ class UnroutedPulls:
         step: Callable[[Pull, Event, KvdError | None], None],
     ) -> None:
         self._context = context
-        self._scheduler = scheduler
+        self.actor = actor
         self._producers = producers
         self._transfers = transfers
         self._handshake = handshake
         self._pulls = pulls
         self._route = route
         self._step = step
-        self._ready: Batch[Pull] = Batch(scheduler, self._go_on, _weight)
+        self._ready: Batch[Pull] = Batch(actor, self._go_on, _weight)
         """Those whose producers' daemons, or whose route, are known now; and routed ones with grants that waited."""
 
     def of(self, address: str) -> list[Pull]:
@@ -56,7 +56,7 @@ class UnroutedPulls:
 
     def retry_later(self, pull: Pull) -> None:
         """Looks again for the pools of a pull after a while."""
-        self._scheduler.later(self._context.settings.retry, self._retry, pull)
+        self.actor.later(self._context.settings.retry, self._retry, pull)
 
     def _retry(self, pull: Pull) -> None:
         if pull.state in (State.WAITING, State.LEAVING) and not pull.awaited:
@@ -66,7 +66,10 @@ class UnroutedPulls:
     # --- what they wait for -----------------------------------------------------------------------------------------
 
     def peer_up(self, view: PeerView) -> None:
-        """Goes on with the pulls that waited for this peer, and with those that it granted a pool not known before."""
+        """A peer is ready, or has told us about its pools again.
+
+        Goes on with the pulls that waited for it, and with those that it granted a pool not known before.
+        """
         self._producers.learn(view)
         for pull in self._pulls():
             if view.address in pull.awaited:
@@ -88,7 +91,7 @@ class UnroutedPulls:
                 self._step(pull, Event.FAIL, error)  # at once: a peer that nobody needs any more is forgotten next
 
     def peers_refused(self, worker: str, reasons: Mapping[str, str]) -> None:
-        """Fails those of this worker that wait for one of these peers."""
+        """Fails those of this worker that wait for one of these peers: others may have them connected to."""
         for pull in self._pulls():
             if pull.key[0] == worker and pull.state in UNROUTED and (refused := pull.awaited & reasons.keys()):
                 address = min(refused)

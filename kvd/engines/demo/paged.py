@@ -100,9 +100,3 @@ class BlockManager:
     def free(self, request: str) -> None:
         """Frees the blocks of a request."""
         self._free.extend(self._tables.pop(request))
-
-    def check_integrity(self) -> None:
-        """Checks that every block is free or belongs to one request."""
-        held = [block for table in self._tables.values() for block in table]
-        if sorted([*self._free, *held]) != list(range(self.num_blocks)):
-            raise AssertionError(f"blocks are lost or held twice: free {list(self._free)}, held {self._tables}")

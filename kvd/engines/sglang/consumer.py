@@ -133,18 +133,18 @@ class Consumer:
         """The engine has `blocks` for what another engine has computed."""
         if number in self._given_up:
             self._engine.failed(number, self._given_up[number])
-            self._let_go(number, handoff.ticket)
+            self._let_go(number, handoff.params.kvd_ticket)
             return
         room = _Room(number, (), (), blocks, aux_index, after=after, first=handoff.first)
         self._rooms[number] = room
         if handoff.first is None:
-            self._records.take(lambda record: self._pull_with(room, handoff.ticket, record))
+            self._records.take(lambda record: self._pull_with(room, handoff.params.kvd_ticket, record))
         else:
-            self._pull(room, handoff.ticket, blocks)
+            self._pull(room, handoff.params.kvd_ticket, blocks)
 
     def let_go(self, number: int, handoff: Handoff) -> None:
         """The engine does not want what another engine has computed."""
-        self._let_go(number, handoff.ticket)
+        self._let_go(number, handoff.params.kvd_ticket)
 
     def abandon(self, number: int, reason: str) -> None:
         """The engine does not want it any more, nor what it may say that it wants from now on."""

@@ -53,11 +53,6 @@ class Handoff(msgspec.Struct, frozen=True):
     params: Params
     first: FirstToken | None = None
 
-    @property
-    def ticket(self) -> str:
-        """For the cache of the whole prompt."""
-        return self.params.kvd_ticket
-
 
 def is_handoff(host: str | None) -> bool:
     """Whether a request's `bootstrap_host` is a handoff."""
@@ -88,7 +83,7 @@ def check(handoff: Handoff, prompt: Sequence[int], vocabulary: int) -> None:
         BadRequest: `BAD_TICKET`, it is not.
 
     """
-    ticket = tickets.decode(handoff.ticket)
+    ticket = tickets.decode(handoff.params.kvd_ticket)
     theirs = ticket.tokens, handoff.params.kvd_prompt
     if theirs != (len(prompt), checksum(prompt)):
         text = "the ticket is for {} tokens with checksum {}, this prompt has ".format(*theirs)

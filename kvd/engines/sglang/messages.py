@@ -4,6 +4,7 @@ Each is one frame of msgpack, from one engine's control socket to the other's. `
 one attempt: a room's number may come again.
 """
 
+from collections.abc import Callable
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -60,20 +61,5 @@ class Abandoned(_Message, frozen=True, tag="abandoned"):
 
 Message: TypeAlias = Wanted | Offered | Refused | Abandoned
 
-_decoder: Decoder[Message] = Decoder(Message)
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: Message) -> bytes:
-    """The frame of a message."""
-    return _encoder.encode(message)
-
-
-def decode(frame: bytes) -> Message:
-    """The message in a frame.
-
-    Raises:
-        BadRequest: `TOO_LARGE` or `BAD_MESSAGE`, it is none.
-
-    """
-    return _decoder.decode(frame)
+encode = msgspec.msgpack.Encoder().encode
+decode: Callable[[bytes], Message] = Decoder[Message](Message).decode

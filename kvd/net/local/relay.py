@@ -83,10 +83,7 @@ class Relay:
             self._loop.remove_reader(each.fileno())
             self._loop.remove_writer(each.fileno())
         self._inside.close()
-        if self._refuses:
-            self._outside.close()
-        else:
-            hang_up(self._outside)
+        hang_up(self._outside)
         self._on_end(self)
 
     def finish(self, until: float) -> None:

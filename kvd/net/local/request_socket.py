@@ -123,10 +123,7 @@ class _Connection(FrameReader[zmtp.Received]):
         self._deadline.cancel()
         self.stop()
         self.loop.remove_writer(self.socket.fileno())
-        if self._refuses:
-            self.socket.close()
-        else:
-            hang_up(self.socket)
+        hang_up(self.socket)
         self._unfinished.release()
         self._owner.connections.discard(self)
         if self._routing_id is not None:

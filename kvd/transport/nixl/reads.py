@@ -197,8 +197,8 @@ class Reads:
             self._reads[read].aborted = True
             self._fail(read, "aborted")
 
-    def close(self, seconds: float) -> bool:
-        """Waits `seconds` at most for what is posted, and then disconnects; False if NIXL may still write."""
+    def close(self, seconds: float) -> None:
+        """Waits `seconds` at most for what is posted, and then disconnects, unless NIXL may still write."""
         for key in self._reads:
             self._slices.drop(key)
         agents = self.peers.disown()
@@ -207,11 +207,9 @@ class Reads:
             self._nixl.get_new_notifs()
             if not self.check_posted(len(self._posted)):
                 time.sleep(PROMPT)
-        if self._posted:
-            return False
-        for agent in agents:
-            self.peers.disconnect(agent)
-        return True
+        if not self._posted:
+            for agent in agents:
+                self.peers.disconnect(agent)
 
     def _open(self, request: ReadRequest, peer: Peer) -> _Read:
         if request.read in self._reads:

@@ -74,8 +74,6 @@ class NixlTransport:
         self._metadata = self._keeper.metadata
         self._peers = ExaminedPeers(_of_nixl(examine), load=self._load, refuse=self._refuse)
         self._on_event: Callable[[NetworkEvent], None]
-        self._down = False
-        """Whether `NetworkDown` was the last word about it."""
         self._readers_expected = False
         self._regions: dict[int, Region] = {}
         """Pools that are to be registered."""
@@ -286,7 +284,6 @@ class NixlTransport:
         """Ends what the process had open: nothing writes any more to that."""
         reason = f"the process that reads from other hosts ended: {how}"
         self._metadata = b""
-        self._down = True
         self._on_event(NetworkDown(reason))  # again if it does not start: operators want to know why it does not
         for agent in sorted(self._agents):
             self._peers.forget(agent)
@@ -317,7 +314,6 @@ class NixlTransport:
             self._up()
 
     def _up(self) -> None:
-        self._down = False
         self._on_event(NetworkUp(self._metadata))
 
 

@@ -76,7 +76,7 @@ class SameHostTransport:
         self._exporter = Exporter(path, mode)
         self._metadata = self._address(self._exporter.token())
         self._outbox = Outbox(loop, self._deliver)
-        self._copies = CopyThreads(threads, self._emit)
+        self._copies = CopyThreads(threads, self._outbox.put)
         self._bases: dict[int, int] = {}
         """Addresses of the registered pools, by number."""
         self._pools: dict[int, Memory] = {}
@@ -326,10 +326,6 @@ class SameHostTransport:
             for _, pools, base in self._reads.values():
                 pools.release(base)
         self._exporter.close()
-
-    def _emit(self, event: Event) -> None:
-        self._outbox.put(event)
-        self._outbox.flush()
 
     def _deliver(self, event: Event) -> None:
         self._died |= isinstance(event, TransportDied)

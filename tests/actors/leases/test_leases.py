@@ -84,7 +84,7 @@ def test_a_fence_with_a_claim_that_is_held_already_counts_it_once(stage):
     [rank] = ticket.decode(offered.ticket).ranks
     stage.asked_by_peer(claim())
     assert stage.asked_by_peer(Fence(1, rank.generation, claim())) == [Held(1)]
-    assert stage.actors.leases.claims._held == 0
+    assert stage.actors.leases.claims.held == 0
     assert stage.actors.leases.claims._served == 0
 
 
@@ -280,7 +280,7 @@ def test_the_reader_of_a_claim_that_was_cancelled_before_its_offer_has_finished_
     assert released(stage) == [("o", "read")]
     assert stage.answers == []
     assert not stage.actors.leases.claims._records
-    assert stage.actors.leases.claims._held == 0
+    assert stage.actors.leases.claims.held == 0
 
 
 def will_not_come(number=1, **which):
@@ -302,7 +302,7 @@ def test_a_reader_that_settles_because_it_will_not_come_has_finished_when_its_of
     assert released(stage) == [("o", "read")]
     assert stage.asked_by_peer(will_not_come()) == [Settled((1,))]
     assert not stage.actors.leases.claims._records
-    assert stage.actors.leases.claims._held == 0
+    assert stage.actors.leases.claims.held == 0
 
 
 def test_a_reader_that_will_not_come_is_counted_once_however_often_it_says_so(stage):
@@ -645,7 +645,7 @@ def test_a_fence_and_the_claim_in_it_must_speak_of_one_generation(stage):
     assert isinstance(broken, Broken)
     [broken] = stage.asked_by_peer(Fence(2, rank.generation + 1, claim(2, generation=rank.generation)))
     assert isinstance(broken, Broken)
-    assert stage.actors.leases.claims._held == 0
+    assert stage.actors.leases.claims.held == 0
 
 
 # --- consumers
@@ -892,7 +892,7 @@ def test_claims_that_lapse_at_one_moment_fill_no_mailbox(stage, monkeypatch):
         stage.asked_by_peer(claim(number, consumer=f"c{number}", ttl=1.0))
     monkeypatch.setattr(limits, "MAILBOX_MESSAGES", 10)
     stage.run(6.0)
-    assert stage.actors.leases.claims._held == 0
+    assert stage.actors.leases.claims.held == 0
 
 
 def test_offers_that_end_at_one_moment_fill_no_mailbox(stage, monkeypatch):

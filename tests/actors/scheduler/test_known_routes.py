@@ -38,7 +38,7 @@ def routing(stage, monkeypatch):
 
 
 def routes(stage):
-    return stage.actors.scheduler._producers._routes
+    return stage.actors.scheduler._producers.routes
 
 
 def is_idle(stage):

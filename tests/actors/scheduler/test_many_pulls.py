@@ -39,7 +39,7 @@ def codes(stage):
 
 
 def test_pulls_that_waited_for_one_producer_are_claimed_some_at_a_time(stage, monkeypatch):
-    sizes = sizes_of(stage.actors.scheduler._unrouted._ready, monkeypatch)
+    sizes = sizes_of(stage.actors.scheduler.unrouted._ready, monkeypatch)
     pull_all(stage)
     stage.peer_says(welcome_of())
     assert sizes == TWO_AT_A_TIME
@@ -47,7 +47,7 @@ def test_pulls_that_waited_for_one_producer_are_claimed_some_at_a_time(stage, mo
 
 
 def test_pulls_of_many_blocks_that_waited_for_one_producer_are_claimed_fewer_at_a_time(stage, monkeypatch):
-    sizes = sizes_of(stage.actors.scheduler._unrouted._ready, monkeypatch)
+    sizes = sizes_of(stage.actors.scheduler.unrouted._ready, monkeypatch)
     monkeypatch.setattr(limits, "BATCH_BLOCKS", 2 * limits.BLOCKS_PER_PULL + 1)
     for number in range(3):
         stage.pull(f"p{number}", blocks=(number,))
@@ -57,11 +57,11 @@ def test_pulls_of_many_blocks_that_waited_for_one_producer_are_claimed_fewer_at_
 
 def test_pulls_that_waited_for_one_route_are_claimed_some_at_a_time(stage, monkeypatch):
     works = []
-    stage.actors.scheduler._producers._routes._background = lambda work, done: works.append((work, done))
+    stage.actors.scheduler._producers.routes._background = lambda work, done: works.append((work, done))
     monkeypatch.setattr(limits, "MAX_ROUTED_AT_ONCE", 0)
     pull_all(stage)
     stage.peer_says(welcome_of())
-    sizes = sizes_of(stage.actors.scheduler._unrouted._ready, monkeypatch)
+    sizes = sizes_of(stage.actors.scheduler.unrouted._ready, monkeypatch)
     [(work, done)] = works
     done(work())
     stage.run()
@@ -70,7 +70,7 @@ def test_pulls_that_waited_for_one_route_are_claimed_some_at_a_time(stage, monke
 
 
 def test_a_pull_that_ends_before_its_turn_comes_is_not_claimed_and_one_that_leaves_says_so(stage, monkeypatch):
-    ready = stage.actors.scheduler._unrouted._ready
+    ready = stage.actors.scheduler.unrouted._ready
     pull_all(stage)
     go_on, scheduler = ready._handle, stage.actors.scheduler
 
@@ -92,7 +92,7 @@ def test_grants_of_a_pool_that_was_registered_anew_are_used_some_at_a_time(stage
     stage.peer_says(welcome_of())
     for number in range(1, PULLS + 1):
         stage.peer_says(Grant(number, 7, 2, 5))
-    sizes = sizes_of(stage.actors.scheduler._unrouted._ready, monkeypatch)
+    sizes = sizes_of(stage.actors.scheduler.unrouted._ready, monkeypatch)
     stage.peer_says(welcome_of(epoch=2))
     assert sizes == TWO_AT_A_TIME
 
