@@ -1,6 +1,8 @@
 """`python -m benchmarks.runs`: `kvd bench` several times, in turns with another commit's, with 95 % intervals."""
 
 import argparse
+import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -73,13 +75,18 @@ def _measured(kvd: Path, bench: Sequence[str]) -> Figures:
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder:
         file = Path(folder) / "figures.json"
         words: list[str | Path] = [kvd, "bench", *bench, "--json", file]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # one side's code
         try:
-            ran = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603 - whom the user names
+            ran = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)  # noqa: S603 - the user's
         except OSError as error:
-            raise refusal(ErrorCode.BAD_CONFIG, f"--beside {kvd}: {error}") from error
+            raise refusal(ErrorCode.BAD_CONFIG, f"{kvd} cannot be run: {error}") from error
         if ran.returncode:
             raise refusal(ErrorCode.INTERNAL, f"{kvd} bench ended with status {ran.returncode}: {ran.stderr.strip()}")
-        return figures(msgspec.json.decode(file.read_bytes()))
+        found = figures(msgspec.json.decode(file.read_bytes())) if file.exists() else {}
+    if not found:
+        text = f"`kvd bench {shlex.join(bench)}` measures nothing that can be compared: --load, --rate, or neither"
+        raise refusal(ErrorCode.BAD_CONFIG, text)
+    return found
 
 
 def _table(found: Mapping[str, Sequence[Figures]]) -> Table:

@@ -63,6 +63,12 @@ class PrioritySlots(Generic[K]):
         self._urgent = {owner: keys for owner, keys in self._urgent.items() if keys}
         self.leave(key)
 
+    def release(self, owner: str) -> None:
+        """Keys that nobody but this owner is in a hurry for are not urgent any more."""
+        for key, party in self._urgent.pop(owner, {}).items():
+            if not self.waits(key):
+                self._patient[key] = party
+
     def next(self) -> K | None:
         """Starts the next key and returns it; None if none waits that a slot is free for."""
         if len(self._in) >= self._slots:

@@ -282,7 +282,8 @@ class Router:
 
     def _has_prefilled(self, server: Server, prefilled: Prefilled, attempts: Attempts) -> None:
         """`server` has answered that."""
-        self._producers.learn(server, prefilled.params)
+        if server.engine is Engine.VLLM:
+            self._producers.learn(server, prefilled.params)
         attempts.served(server)
 
     def _note(self, failure: ServerFailed, attempts: Attempts) -> None:

@@ -68,6 +68,16 @@ def test_a_run_that_fails_is_told_with_what_it_said(
 def test_a_command_that_is_none_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runs, "_HERE", kvd(tmp_path, "new", "pathlib.Path(sys.argv[-1]).write_text('{}')"))
+    writes = f"pathlib.Path(sys.argv[-1]).write_text({json.dumps({'rate': RATE})!r})"
+    monkeypatch.setattr(runs, "_HERE", kvd(tmp_path, "new", writes))
     assert runs.main(["--runs", "1", "--beside", str(tmp_path / "kvd")]) == 2
-    assert f"--beside {tmp_path / 'kvd'}: " in capsys.readouterr().err
+    assert f"{tmp_path / 'kvd'} cannot be run: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("body", ["", "pathlib.Path(sys.argv[-1]).write_text('{\"gpu\": {}}')"])
+def test_what_it_cannot_compare_is_refused(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runs, "_HERE", kvd(tmp_path, "new", body))
+    assert runs.main(["--runs", "1", "--", "--device", "cuda:0"]) == 2
+    assert "`kvd bench --device cuda:0` measures nothing that can be compared" in capsys.readouterr().err

@@ -10,7 +10,7 @@ class Actor:
     waiting = 0
 
     def __init__(self, name, events):
-        self.actor = self
+        self.actor = self.connections = self
         self.name = name
         self.events = events
 
@@ -22,6 +22,8 @@ class Actor:
 
     def stop(self):
         self.events.append((self.name, "stop"))
+
+    close_all = stop
 
 
 class Actors:

@@ -116,3 +116,19 @@ def test_an_urgent_key_is_hurried_for_another_owner_too():
         came.append(key)
         turns.leave(key)
     assert came == ["a1", "both", "a2"]
+
+
+def test_what_an_owner_that_is_gone_was_in_a_hurry_for_is_not_urgent_any_more():
+    turns = PrioritySlots(1)
+    turns.enter("in", urgent=True)
+    for key in ("mine", "both"):
+        turns.enter(key, urgent=True, owner="gone")
+    turns.hurry("both", "b")
+    turns.enter("urgent", urgent=True, owner="c")
+    turns.release("gone")
+    came = []
+    turns.leave("in")
+    while (key := turns.next()) is not None:
+        came.append(key)
+        turns.leave(key)
+    assert came == ["both", "urgent", "mine"]

@@ -105,6 +105,12 @@ class HandshakeActor(Actor):
         elif peer.state in (State.READY, State.REFRESHING):
             self._announce(peer)
 
+    def worker_left(self, worker: str) -> None:
+        """Its session has ended: what its pulls still wait for is met in others' turns, or when there is time."""
+        for peer in self._peers.by_link.values():
+            peer.wanted_by.pop(worker, None)
+        self._slots.release(worker)
+
     def _opened(self, peer: Peer) -> None:
         """A new peer is greeted at once if a pull waits for it, else at its first heartbeat."""
         if peer.wanted_by:
@@ -280,10 +286,15 @@ class HandshakeActor(Actor):
                 self._listener.idle(peer.address, peer.announced)  # perhaps no daemon was ever there
         elif peer.state in (State.GREETING, State.REFRESHING):
             self._take_slot(peer)
+            if peer.state is State.REFRESHING and self._slots.waits(link):
+                self._ping(peer)  # else it is taken for silent, and reads from it end, while it waits behind others
         else:
-            self._port.ask(peer.link, codec.encode(peer.ping()))
-            peer.is_heeded = True  # it refuses the requests, too, that it cannot read
+            self._ping(peer)
         self.later(settings.heartbeat, self._beat, link)
+
+    def _ping(self, peer: Peer) -> None:
+        self._port.ask(peer.link, codec.encode(peer.ping()))
+        peer.is_heeded = True  # it refuses the requests, too, that it cannot read
 
     def forget(self, address: str, announced: int) -> None:
         """Hangs up on a peer that no pull needs; one that needs it later calls `need` first.

@@ -93,7 +93,7 @@ class Connector(Component):
             refused = self._refused.pop(worker, {})
             for address in sorted(refused.keys() & self._peers.by_address.keys()):  # others' pulls have met it since
                 del refused[address]
-                self._met(address, worker)
+                self.actor.call(self._met, address, worker)
             if refused:
                 self._listener.refused(worker, refused)
             waiting = self._wanted.get(worker, {})

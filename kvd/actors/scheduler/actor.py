@@ -278,8 +278,9 @@ class SchedulerActor(Actor):
         else:
             self._step(pull, Event.CANCEL, refusal(ErrorCode.CANCELLED, "cancelled by the worker"))
 
-    def end_holds(self, worker: str) -> None:
-        """Ends what only holds offers for a worker whose session has ended; it asks again if it comes back."""
+    def worker_left(self, worker: str) -> None:
+        """Its session has ended. Its pulls go on, but those that only hold offers: it asks again if it comes back."""
+        call(self._handshake.worker_left, worker)
         error = refusal(ErrorCode.CANCELLED, "the worker's session has ended; hold the offer again if it is wanted")
         self._fail([pull for pull in self._holds() if pull.key[0] == worker], error)
 

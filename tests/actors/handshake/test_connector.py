@@ -5,16 +5,17 @@ from collections import Counter
 import pytest
 
 from kvd import limits
+from kvd.actors.handshake.peer_table import State
 from kvd.actors.runtime.actor import call
 from kvd.actors.scheduler.unrouted import UnroutedPulls
 from kvd.errors import ErrorCode
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
-from kvd.protocol.peer import Hello
+from kvd.protocol.peer import Claim, Grant, Hello, Ping, Pong
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Notifications, Pull
-from tests.actors.stage import SECRET, Stage, ids
+from tests.actors.stage import SECRET, Stage, ids, welcome_of
 
 ADDRESSES = [f"tcp://made-up-{number}:1" for number in range(100)]
 AT_ONCE = 16
@@ -36,9 +37,9 @@ def opened(stage):
     return turns
 
 
-def ticket_of(addresses):
-    ranks = tuple(TicketRank("peer", address, 0, "there", "o", 0, SECRET) for address in addresses)
-    return Ticket(4, ranks, ((Span(0, 0, ids(0)),),)).encode()
+def ticket_of(addresses, blocks=1, pool="there", incarnation=0):
+    ranks = tuple(TicketRank("peer", address, incarnation, pool, "o", 0, SECRET) for address in addresses)
+    return Ticket(4, ranks, ((Span(0, 0, ids(*range(blocks))),),)).encode()
 
 
 def test_a_ticket_of_many_unknown_addresses_has_them_connected_to_some_at_a_time(stage, opened):
@@ -178,8 +179,9 @@ class _Crowd:
         self.stage.attach("greedy", 1)
         self.stage.attach("other", 2)
 
-    def pull(self, session, name, addresses):
-        pull = Pull(1, name, ticket_of(addresses), (), 60.0)
+    def pull(self, session, name, addresses, blocks=(), **rank):
+        spans = (Span(0, 0, ids(*blocks)),) if blocks else ()
+        pull = Pull(1, name, ticket_of(addresses, max(1, len(blocks)), **rank), spans, 60.0)
         self.stage.actors.gateway.received(WorkerFrame(bytes([session]) * 16, codec.encode(pull), 1000))
         self.stage.run()
 
@@ -217,3 +219,39 @@ def test_a_peer_that_waits_for_its_first_hello_is_not_taken_for_a_silent_one():
         assert "live" not in crowd.failed
     assert crowd.is_met
     assert "dead" in crowd.failed
+
+
+def test_a_peer_that_waits_to_say_its_pools_again_is_not_lost_and_others_read_on():
+    """Behind the dead ones of the worker that wants a pool of it that is not there yet."""
+    crowd = _Crowd()
+    stage = crowd.stage
+    crowd.pull(2, "theirs", [crowd.live], (2, 3))
+    stage.peer_says(welcome_of(), 1)
+    (claim,) = [said for _, said in stage.to_peers if isinstance(said, Claim)]
+    stage.peer_says(Grant(claim.claim, 7, 1, 5), 1)
+    crowd.pull(1, "dead", crowd.dead)
+    crowd.pull(1, "stale", [crowd.live], pool="later", incarnation=99)
+    assert stage.actors.handshake._peers.by_link[1].state is State.REFRESHING
+    for _ in range(60):
+        before = len(stage.to_peers)
+        stage.run(0.1)
+        for link, said in stage.to_peers[before:]:
+            if link == 1 and isinstance(said, Ping):
+                stage.peer_says(Pong(said.number, 5), 1)
+            if link == 1 and isinstance(said, Hello):
+                stage.peer_says(welcome_of(), 1)
+    assert "dead" in crowd.failed
+    assert "theirs" not in crowd.failed
+    assert stage.actors.handshake._peers.by_link[1].loss == ""
+
+
+def test_a_peer_is_not_greeted_for_workers_that_have_left():
+    """It says that it lives, and never who it is."""
+    stage = Stage(heartbeat=1.0)
+    for number in range(1, 6):
+        stage.attach(f"w{number}", number)
+        pull = Pull(1, "p", ticket_of([_Crowd.live]), (), 60.0)
+        stage.actors.gateway.received(WorkerFrame(bytes([number]) * 16, codec.encode(pull), 1000))
+        stage.peer_says(Pong(0, 5), 1)
+        stage.hang_up(number)
+    assert not stage.actors.handshake._peers.by_link[1].wanted_by
