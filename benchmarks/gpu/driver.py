@@ -77,5 +77,5 @@ def tests(*, quick: bool) -> dict[str, Any]:
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)  # noqa: S603 - ours
     counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", ran.stdout)}
     if ran.returncode:
-        raise AssertionError(f"{counts}: {ran.stdout[-1200:]}{ran.stderr[-300:]}")
+        raise AssertionError(f"{counts}: {ran.stdout[-4000:]}{ran.stderr[-300:]}")
     return counts

@@ -80,18 +80,24 @@ def run(command: Sequence[str], environment: Mapping[str, str], timeout: float) 
     """The status of `command`, a module and its arguments, and what it wrote to both its outputs.
 
     Raises:
-        subprocess.TimeoutExpired: It was killed after `timeout` seconds.
+        subprocess.TimeoutExpired: It was killed after `timeout` seconds; a note has what it wrote.
 
     """
     with tempfile.TemporaryFile() as output:
+
+        def said() -> str:
+            output.seek(0)
+            return output.read().decode(errors="replace")
+
         process = Forked(command, environment, output)
         try:
-            status = process.wait(timeout)
+            return process.wait(timeout), said()
+        except subprocess.TimeoutExpired as error:
+            error.add_note(said())
+            raise
         finally:
             process.kill()
             process.wait()
-        output.seek(0)
-        return status, output.read().decode(errors="replace")
 
 
 class Forked:
