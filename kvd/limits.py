@@ -280,6 +280,9 @@ one only holds the offer while the request queues, one reads."""
 BLOCKS_PER_PULL: Final = 256
 """As so many blocks that are given back a pull counts that is routed and claimed, or ends: it takes up to 90 us."""
 
+BLOCKS_PER_RETURN: Final = 8
+"""As so many blocks that are given back a span of them counts, though it has none: it takes 2 us."""
+
 BLOCKS_PER_CLAIM: Final = 16
 """As so many blocks that are given back a claim counts that breaks with its offer: it takes 5 us."""
 

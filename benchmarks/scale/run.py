@@ -153,6 +153,7 @@ class _Daemon:
             transport=InstantTransport(loop),
             provider=PlainProvider(),
             background=lambda work, done: done(work()),
+            pool_background=lambda work, done: done(work()),
             draw_session=lambda: next(session).to_bytes(16, "little"),
             describe=lambda: process_status("self"),
             transport_died=lambda _reason: None,

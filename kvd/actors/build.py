@@ -51,6 +51,8 @@ class Dependencies:
     transport: Transport
     provider: MemoryProvider
     background: Background
+    pool_background: Background
+    """For the memory of pools, which takes seconds: nothing else waits behind it."""
     draw_session: Callable[[], bytes]
     describe: Callable[[], ProcessStatus]
     transport_died: Callable[[str], None]
@@ -103,7 +105,7 @@ def build_actors(context: ActorContext, dependencies: Dependencies) -> Actors:
         context,
         dependencies.provider,
         transport,
-        background,
+        dependencies.pool_background,
         dependencies.store,
         completion=completion,
         workers=Workers(

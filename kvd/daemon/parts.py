@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,10 +41,11 @@ _log = structlog.get_logger("kvd")
 
 
 class Background:
-    """Runs slow work on a thread: faulting in gigabytes takes seconds, decoding a spec milliseconds."""
+    """Runs slow work on a thread of `executor`, or of the loop's: decoding a spec takes milliseconds."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, executor: Executor | None = None) -> None:
         self._loop = loop
+        self._executor = executor
 
     def __call__(self, work: Callable[[], T], done: Callable[[T | KvdError], None]) -> None:
         """Runs `work` on a thread, then `done` on the loop, with the result or with why there is none."""
@@ -57,7 +59,7 @@ class Background:
                 _log.error("background work failed", exc_info=error)
                 return refusal(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log")
 
-        future = self._loop.run_in_executor(None, attempt)
+        future = self._loop.run_in_executor(self._executor, attempt)
         future.add_done_callback(lambda finished: done(finished.result()))
 
 

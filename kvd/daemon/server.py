@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,9 @@ from kvd.protocol.status import ProcessStatus
 
 _ROUND_SECONDS = 1.0
 """Between rounds of the watchdog."""
+
+_POOL_THREADS = 4
+"""Pools whose memory is made, moved or given back at one time."""
 
 
 class Daemon:
@@ -148,6 +152,7 @@ class Daemon:
             transport=parts.transport,
             provider=parts.provider,
             background=Background(loop),
+            pool_background=Background(loop, ThreadPoolExecutor(_POOL_THREADS, "kvd-pool")),
             draw_session=lambda: os.urandom(16),
             describe=partial(self._describe, parts),
             transport_died=lambda reason: self.fail(f"the transport died: {reason}"),

@@ -132,7 +132,7 @@ class HostNames:
                 self._slots.forget(host)
 
     def _take_turn(self, host: NamedHost, party: str) -> None:
-        if self._slots.enter(host, urgent=True, owner=party, party=party or _NOBODY):
+        if self._slots.enter(host, (party,), party or _NOBODY):
             self._start(host)
 
     def _start(self, host: NamedHost) -> None:

@@ -1,7 +1,7 @@
 """Bounds how many keys run at once; the rest queue by priority."""
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -11,7 +11,8 @@ class PrioritySlots(Generic[K]):
     """At most `slots` keys run, and `share` of one party, if it is named: others find room however slow it is.
 
     Urgent keys are next; their owners take turns, so one with many delays only itself, and a key of several owners runs
-    in the turn that comes first. Keys of one owner, and keys that are not urgent, are first come, first served.
+    in the turn that comes first, as a key of the party that it has there. The parties of one owner's keys take turns,
+    too, and those of keys that are not urgent; keys of one party are first come, first served.
     """
 
     def __init__(self, slots: int, share: int | None = None) -> None:
@@ -20,36 +21,35 @@ class PrioritySlots(Generic[K]):
         self._in: dict[K, str] = {}
         """Those that run, each with its party."""
         self._of_party: Counter[str] = Counter()
-        self._urgent: dict[str, dict[K, str]] = {}
-        """By owner; each with its party."""
-        self._patient: dict[K, str] = {}
+        self._urgent: dict[str, _Queue[K]] = {}
+        """By owner."""
+        self._patient: _Queue[K] = _Queue()
 
     def __contains__(self, key: K) -> bool:
         return key in self._in
 
-    def enter(self, key: K, *, urgent: bool, owner: str = "", party: str = "") -> bool:
-        """Whether `key` runs, already or from now on; else it waits."""
+    def enter(self, key: K, owners: Collection[str] = (), party: str = "") -> bool:
+        """Whether `key` runs, already or from now on; else it waits, and is urgent if it has owners."""
         if key not in self._in and self._has_room(party):
-            self.forget(key)
             self._run(key, party)
         if key in self._in:
             return True
-        if urgent:
+        for owner in owners:
             self._make_urgent(key, owner, party)
-        elif not self.waits(key):
-            self._patient[key] = party
+        if not self.waits(key):
+            self._patient.put(key, party)
         return False
 
-    def hurry(self, key: K, owner: str = "") -> None:
+    def hurry(self, key: K, owner: str) -> None:
         """Makes a waiting key urgent, for this owner as well."""
-        for keys in (self._patient, *self._urgent.values()):
-            if key in keys:
-                self._make_urgent(key, owner, keys[key])
+        for queue in (self._patient, *self._urgent.values()):
+            if key in queue:
+                self._make_urgent(key, owner, queue[key])
                 return
 
     def waits(self, key: K) -> bool:
         """Whether `key` waits for a slot."""
-        return any(key in keys for keys in (self._patient, *self._urgent.values()))
+        return any(key in queue for queue in (self._patient, *self._urgent.values()))
 
     def leave(self, key: K) -> None:
         """Frees the slot of a key; one that waits goes on waiting."""
@@ -58,42 +58,74 @@ class PrioritySlots(Generic[K]):
 
     def forget(self, key: K) -> None:
         """Frees the slot of a key, or takes it out of the queue."""
-        for keys in (*self._urgent.values(), self._patient):
-            keys.pop(key, None)
-        self._urgent = {owner: keys for owner, keys in self._urgent.items() if keys}
+        for queue in (*self._urgent.values(), self._patient):
+            queue.discard(key)
+        self._urgent = {owner: queue for owner, queue in self._urgent.items() if queue.parties}
         self.leave(key)
 
     def release(self, owner: str) -> None:
         """Keys that nobody but this owner is in a hurry for are not urgent any more."""
-        for key, party in self._urgent.pop(owner, {}).items():
+        for key, party in self._urgent.pop(owner, _Queue()).parties.items():
             if not self.waits(key):
-                self._patient[key] = party
+                self._patient.put(key, party)
 
     def next(self) -> K | None:
         """Starts the next key and returns it; None if none waits that a slot is free for."""
         if len(self._in) >= self._slots:
             return None
         for owner, queue in self._urgent.items():
-            if (key := self._first(queue)) is not None:
-                party = queue[key]
+            if (key := queue.next(self._has_room)) is not None:
                 self._urgent[owner] = self._urgent.pop(owner)
-                self.forget(key)
-                self._run(key, party)
+                self._run(key, queue[key])
                 return key
-        if (key := self._first(self._patient)) is not None:
-            self._run(key, self._patient.pop(key))
+        if (key := self._patient.next(self._has_room)) is not None:
+            self._run(key, self._patient[key])
         return key
 
-    def _first(self, queue: dict[K, str]) -> K | None:
-        return next((key for key, party in queue.items() if self._has_room(party)), None)
-
     def _make_urgent(self, key: K, owner: str, party: str) -> None:
-        self._patient.pop(key, None)
-        self._urgent.setdefault(owner, {})[key] = party
+        self._patient.discard(key)
+        self._urgent.setdefault(owner, _Queue()).put(key, party)
 
     def _run(self, key: K, party: str) -> None:
+        self.forget(key)
         self._in[key] = party
         self._of_party[party] += 1
 
     def _has_room(self, party: str) -> bool:
         return len(self._in) < self._slots and (not party or self._of_party[party] < self._share)
+
+
+class _Queue(Generic[K]):
+    """Keys that wait, each of a party. `next` looks at no more parties than have used up their shares, and one."""
+
+    def __init__(self) -> None:
+        self.parties: dict[K, str] = {}
+        self._keys: dict[str, dict[K, None]] = {}
+        """By party; the first is next."""
+
+    def __contains__(self, key: K) -> bool:
+        return key in self.parties
+
+    def __getitem__(self, key: K) -> str:
+        return self.parties[key]
+
+    def put(self, key: K, party: str) -> None:
+        if self.parties.get(key, party) != party:
+            self.discard(key)
+        self.parties[key] = party
+        self._keys.setdefault(party, {})[key] = None
+
+    def discard(self, key: K) -> None:
+        if key in self.parties:
+            party = self.parties.pop(key)
+            del self._keys[party][key]
+            if not self._keys[party]:
+                del self._keys[party]
+
+    def next(self, has_room: Callable[[str], bool]) -> K | None:
+        """The key that is next, which stays here; its party is the last from now on."""
+        for party, keys in self._keys.items():
+            if has_room(party):
+                self._keys[party] = self._keys.pop(party)
+                return next(iter(keys))
+        return None

@@ -92,6 +92,7 @@ class Stage:
             transport=_Transport(self),
             provider=_Provider(self),
             background=_at_once,
+            pool_background=_at_once,
             draw_session=self._draw,
             describe=lambda: process_status("d"),
             transport_died=self.failures.append,

@@ -67,6 +67,38 @@ def test_one_spec_is_read_at_a_time_and_peers_take_turns(stage):
     assert reads == 81
 
 
+def test_links_of_one_key_take_one_partys_turns():
+    stage = Slow()
+    for number in range(1, 6):
+        ticket = make_ticket("none", address=f"tcp://hostile:{number}#{'ab' * 32}")
+        stage.pull(f"h{number}", (), ticket=ticket, timeout=600.0)
+    stage.pull("honest", (1,), ticket=make_ticket("p0", address=f"tcp://honest:1#{'cd' * 32}"), timeout=600.0)
+    links = stage.dependencies.peer_port.links
+    for link in links:
+        if "hostile" in links[link]:
+            stage.welcomed(link, *(f"x{link}-{number}" for number in range(5)))
+    for link in links:
+        if "honest" in links[link]:
+            stage.welcomed(link, CACHE.spec.dtype)
+    for _ in range(3):
+        stage.work()
+    assert len(stage.asks(Claim)) == 1
+
+
+def test_a_welcome_that_comes_while_a_spec_of_the_one_before_is_read_is_read_behind_it(stage):
+    stage.welcomed(1, "x")
+    stage.actors.handshake._introductions.forget(1)
+    stage.actors.handshake._peers.by_link[1].is_heeded = True
+    stage.welcomed(1, "y", "z")
+    reads = 0
+    while stage.waiting:
+        assert len(stage.waiting) == 1
+        stage.work()
+        reads += 1
+    assert reads == 3
+    assert 1 in stage.met()
+
+
 def test_a_spec_that_is_known_is_not_read_again(stage):
     stage.welcomed(1, "x", "y")
     for _ in range(2):

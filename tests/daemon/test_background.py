@@ -1,4 +1,6 @@
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from kvd.daemon.parts import Background
 from kvd.errors import BadRequest, ErrorCode, InternalError
@@ -25,3 +27,15 @@ async def test_whoever_waits_for_background_work_hears_of_every_exception():
     assert refused.code is ErrorCode.BAD_SPEC
     assert await _result(lambda: 7) == 7
     await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_work_of_one_executor_keeps_that_of_another_waiting_for_nothing():
+    loop, go_on = asyncio.get_running_loop(), threading.Event()
+    slow = [loop.create_future() for _ in range(2)]
+    with ThreadPoolExecutor(1) as threads:
+        for each in slow:
+            Background(loop, threads)(go_on.wait, each.set_result)
+        assert await _result(lambda: 7) == 7
+        go_on.set()
+        assert await asyncio.wait_for(asyncio.gather(*slow), MOMENT) == [True, True]
+    await loop.shutdown_default_executor()

@@ -7,6 +7,7 @@ from functools import partial
 from kvd import limits
 from kvd.actors.completion.actor import CompletionActor, Session, Sessions
 from kvd.actors.gateway.admission import Admission
+from kvd.actors.gateway.specs import SpecReader
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.requests import AttachPool, DetachPool, Lent
@@ -72,7 +73,7 @@ class Connections(Component):
         self._status = status
         self._peer_address = peer_address
         self._draw_session = draw_session
-        self._background = background
+        self._specs = SpecReader(background, actor)
         self._pools = pools
         self._scheduler = scheduler
         self._leases = leases
@@ -151,10 +152,8 @@ class Connections(Component):
         quota = self._admission.admit(connection.uid, connection.gid, request.worker)
         connection.worker = request.worker
         self._idle.unset(connection.number)
-        self._background(  # a long spec takes tens of milliseconds
-            partial(CacheSpec.decode, request.spec),
-            lambda spec: self.actor.call(self._spec_read, event, request, quota, spec),
-        )
+        then = partial(self._spec_read, event, request, quota)
+        self._specs.read(connection.number, connection.uid, request.spec, then)
 
     def _spec_read(self, event: SessionFrame, request: Attach, quota: int | None, spec: CacheSpec | KvdError) -> None:
         connection = self._by_number.get(event.connection)
@@ -278,6 +277,7 @@ class Connections(Component):
         if connection is None:
             return
         self._admission.leave(connection.uid, connection.number)
+        self._specs.closed(event.connection)
         self._idle.unset(event.connection)
         if connection.session is not None:
             self._end_session(connection, connection.session)

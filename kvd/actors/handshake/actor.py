@@ -102,11 +102,12 @@ class HandshakeActor(Actor):
         self._port.hurry(peer.link, worker)
         if stale:
             self._step(peer, Event.REFRESH)
-        elif peer.state in (State.READY, State.REFRESHING):
+        elif peer.state is State.READY:  # one that is being refreshed is announced with its new pools
             self._announce(peer)
 
     def worker_left(self, worker: str) -> None:
-        """Its session has ended: what its pulls still wait for is met in others' turns, or when there is time."""
+        """Its pool is gone, and its pulls: what they waited for is met in others' turns, or when there is time."""
+        self.connector.worker_left(worker)
         for peer in self._peers.by_link.values():
             peer.wanted_by.pop(worker, None)
         self._slots.release(worker)
@@ -123,9 +124,7 @@ class HandshakeActor(Actor):
         """Continues a handshake, now or when a slot is free: peers that pulls wait for first, workers in turn."""
         if peer.state is State.GREETING and self.loop.time() < peer.greeted_from:
             return  # a later heartbeat greets it
-        urgent, party = bool(peer.wanted_by), key_of(peer.address)
-        owners = tuple(peer.wanted_by) or ("",)
-        if any(self._slots.enter(peer.link, urgent=urgent, owner=owner, party=party) for owner in owners):
+        if self._slots.enter(peer.link, peer.wanted_by, key_of(peer.address)):
             self._go_on(peer)
 
     def _go_on(self, peer: Peer) -> None:
@@ -201,7 +200,7 @@ class HandshakeActor(Actor):
         except KvdError as error:
             self._misspoke(peer, error)
         else:
-            self._introductions.read(peer.link, reply)
+            self._introductions.read(peer.link, reply, key_of(peer.address) or peer.address)
 
     def _introduced(self, link: int, welcome: Welcome, pools: dict[str, PeerPool] | KvdError) -> None:
         """All specs of a welcome are read, or one is wrong; the peer is still being greeted or refreshed."""
@@ -278,7 +277,8 @@ class HandshakeActor(Actor):
         settings, now = self._context.settings, self.loop.time()
         if now - peer.needed > settings.peer_idle and peer.address not in self.connector.expected:
             self._listener.idle(peer.address, peer.announced)
-        if peer.beat(now, waits=not peer.is_greeted and self._slots.waits(peer.link)):
+        waits = peer.state is State.GREETING and not peer.is_greeted and self._slots.waits(peer.link)
+        if peer.beat(now, waits=waits):
             silent = f"no answer for {MISSED_BEATS} heartbeats of {settings.heartbeat:g} s"
             text = self._port.trouble(peer.link) or silent
             self._lose(peer, Event.SILENT, self._context.with_reason(text, MISSED_BEATS * settings.heartbeat))

@@ -79,6 +79,11 @@ class Connector(Component):
             self._peers.by_address[address].needed = self._context.loop.time()
         self.expected = addresses
 
+    def worker_left(self, worker: str) -> None:
+        """No pull of this worker needs anybody any more."""
+        self._wanted.pop(worker, None)
+        self._refused.pop(worker, None)
+
     def _want(self, address: str, worker: str) -> None:
         self._wanted.setdefault(worker, {})[address] = None
         self._refused.get(worker, {}).pop(address, None)  # there is room for it by now

@@ -1,6 +1,7 @@
 """Checks what daemons say of themselves in their welcomes, and reads the specs in them beside the loop.
 
-Reading a spec takes up to 35 ms. One is read at a time, and peers take turns: one that sends many delays only itself.
+Reading a spec takes up to 35 ms. One is read at a time, and parties take turns: one that sends many, by however many
+links, delays only itself.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from kvd.actors.runtime.actor import Actor, Background
 from kvd.actors.runtime.pools import PeerPool
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.layout import CacheSpec
+from kvd.net.priority_slots import PrioritySlots
 from kvd.protocol.peer import PoolInfo, Welcome
 
 _ADDRESSES: Final = 1 << 63
@@ -57,6 +59,7 @@ def _check_memory(what: str, base: bytes, size: int) -> None:
 
 class _Reading(Struct, eq=False):
     welcome: Welcome
+    party: str
     left: list[PoolInfo]
     pools: dict[str, PeerPool] = field(default_factory=dict)
 
@@ -74,28 +77,46 @@ class Introductions:
         self._actor = actor
         self._introduced = introduced
         self._readings: dict[int, _Reading] = {}
-        """In the order in which they are read next."""
+        self._slots: PrioritySlots[int] = PrioritySlots(1)
+        """Links: one whose spec is being read, and those that wait for that."""
         self._specs: dict[bytes, CacheSpec] = {}
-        self._busy = False
 
     def __contains__(self, link: int) -> bool:
         return link in self._readings
 
-    def read(self, link: int, welcome: Welcome) -> None:
-        """Reads the specs of a welcome, in turn with those of other peers."""
+    def read(self, link: int, welcome: Welcome, party: str) -> None:
+        """Reads the specs of a welcome, in turn with those of other parties."""
         if not welcome.pools:
             self._introduced(link, welcome, {})
             return
-        self._readings[link] = _Reading(welcome, list(welcome.pools))
-        self._go_on()
+        self._readings[link] = _Reading(welcome, party, list(welcome.pools))
+        if link not in self._slots:  # else it goes on once the thread has read a spec of the welcome before
+            self._go_on(link)
 
     def forget(self, link: int) -> None:
         """Drops the welcome of a peer that is not being greeted any more."""
         self._readings.pop(link, None)
+        if link not in self._slots:  # else its slot is free once the thread has read that spec
+            self._slots.forget(link)
+
+    def _go_on(self, link: int) -> None:
+        if self._is_left(link) and self._slots.enter(link, (self._readings[link].party,)):
+            self._read(link)
+
+    def _is_left(self, link: int) -> bool:
+        """Takes the specs of a welcome that are known; whether there is one then that is to be read."""
+        while (reading := self._readings.get(link)) is not None and reading.left[-1].spec in self._specs:
+            self._add(link, reading, self._specs[reading.left[-1].spec])
+        return reading is not None
+
+    def _read(self, link: int) -> None:
+        info = self._readings[link].left[-1]
+        work = partial(CacheSpec.decode, info.spec)
+        self._background(work, lambda result: self._actor.call(self._take, link, info, result))
 
     def _take(self, link: int, info: PoolInfo, result: CacheSpec | KvdError) -> None:
-        """One spec is read; the next one is another peer's."""
-        self._busy = False
+        """One spec is read; the next one is another party's."""
+        self._slots.leave(link)
         if isinstance(result, CacheSpec):
             self._specs[info.spec] = result
             if len(self._specs) > _KNOWN_SPECS:
@@ -103,25 +124,12 @@ class Introductions:
         reading = self._readings.get(link)
         if reading is not None and reading.left[-1] is info:
             self._add(link, reading, result)
-        if link in self._readings:
-            self._readings[link] = self._readings.pop(link)
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Goes on until a spec is not known, which is then read."""
-        while self._readings and not self._busy:
-            link = next(iter(self._readings))
-            reading = self._readings[link]
-            info = reading.left[-1]
-            if info.spec in self._specs:
-                self._add(link, reading, self._specs[info.spec])
-                continue
-            self._read(link, info)
-
-    def _read(self, link: int, info: PoolInfo) -> None:
-        self._busy = True
-        work = partial(CacheSpec.decode, info.spec)
-        self._background(work, lambda result: self._actor.call(self._take, link, info, result))
+        while (other := self._slots.next()) is not None:
+            if self._is_left(other):
+                self._read(other)
+            else:
+                self._slots.leave(other)
+        self._go_on(link)
 
     def _add(self, link: int, reading: _Reading, result: CacheSpec | KvdError) -> None:
         info = reading.left.pop()

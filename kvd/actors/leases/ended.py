@@ -24,7 +24,7 @@ class Returns:
     def put(self, lease: Lease) -> None:
         """Gives the blocks of a lease back, which has ended."""
         parts = [(lease, index) for index in range(len(lease.content.parts) + 1)]
-        if lease.size.blocks + lease.content.spans <= limits.BATCH_BLOCKS:
+        if lease.size.blocks + limits.BLOCKS_PER_RETURN * lease.content.spans <= limits.BATCH_BLOCKS:
             self._give_back(parts)
             return
         for each in parts:
@@ -44,7 +44,7 @@ def _weight(item: tuple[Lease, int]) -> int:
     if index == len(lease.content.parts):
         return 0
     spans = lease.content.parts[index].spans
-    return lease.pool.blocks.size_of(spans).blocks + max(1, len(spans))
+    return lease.pool.blocks.size_of(spans).blocks + limits.BLOCKS_PER_RETURN * max(1, len(spans))
 
 
 K = TypeVar("K")

@@ -171,8 +171,9 @@ class Lease:
 
     @property
     def weight(self) -> int:
-        """How much work its end is, counted in blocks: those are given back, and claims are broken."""
-        return self.size.blocks + limits.BLOCKS_PER_CLAIM * len(self.claims)
+        """How much work its end is, counted in blocks: those are given back, span by span, and claims are broken."""
+        spans, claims = limits.BLOCKS_PER_RETURN * self.content.spans, limits.BLOCKS_PER_CLAIM * len(self.claims)
+        return self.size.blocks + spans + claims
 
     @property
     def is_read(self) -> bool:

@@ -61,7 +61,7 @@ class Offers:
         self._growing: dict[str, dict[OfferKey, Lease]] = {}
         """Offers that are not closed, by worker."""
         self.bounds, self._returns = Bounds(), Returns(actor, self._returned)
-        expiring = Batch(actor, self._expired, lambda key: self._leases[key].size.blocks if key in self._leases else 0)
+        expiring = Batch(actor, self._expired, lambda key: self._leases[key].weight if key in self._leases else 0)
         self._due: Deadlines[OfferKey] = Deadlines(context.loop, expiring.put, for_others=True)
         self._revoking: Batch[tuple[Lease, str, bool]] = Batch(actor, self._revoke, lambda each: each[0].weight)
         """Leases that are to end, why, and whether also if somebody reads them."""

@@ -59,7 +59,7 @@ class SchedulerActor(Actor):
         routes = KnownRoutes(
             self,
             background,
-            made=lambda key, failure: self.unrouted.route_made(key, failure),  # noqa: PLW0108 - made below
+            made=lambda number, failure: self.unrouted.route_made(number, failure),  # noqa: PLW0108 - made below
             wanted=lambda: {pull.routing for pull in self._all()},
         )
         self._producers = Producers(routes)
@@ -100,6 +100,7 @@ class SchedulerActor(Actor):
         """Accepts a pull, with a decoded ticket and checked blocks; or refuses it, and then nothing has changed."""
         key = (pool.name, request.request)
         now, unknown = self.loop.time(), self._producers.unknown(ticket)
+        addresses = frozenset(rank.address for rank in ticket.ranks)
         pull = Pull(
             key,
             pool,
@@ -108,8 +109,9 @@ class SchedulerActor(Actor):
             ticket_bytes=len(request.ticket) + limits.SPAN_BYTES * sum(map(len, ticket.blocks)),
             consumer=request.consumer or request.request,
             started=now,
+            addresses=addresses,
             awaited=unknown,
-            unasked={rank.address for rank in ticket.ranks} - unknown,
+            unasked=set(addresses - unknown),
             hold=request.hold,
             size=pool.blocks.size_of(request.spans),
         )
@@ -150,7 +152,7 @@ class SchedulerActor(Actor):
 
         None while its route is being worked out.
         """
-        pull.routing = None  # one between its producers as they were is not waited for any more
+        pull.routing = 0  # one between its producers as they were is not waited for any more
         self._producers.check_names(pull.ticket)
         missing = self._producers.without_pool(pull.ticket)
         if missing and pull.lookups_left > 0:
@@ -280,7 +282,6 @@ class SchedulerActor(Actor):
 
     def worker_left(self, worker: str) -> None:
         """Its session has ended. Its pulls go on, but those that only hold offers: it asks again if it comes back."""
-        call(self._handshake.worker_left, worker)
         error = refusal(ErrorCode.CANCELLED, "the worker's session has ended; hold the offer again if it is wanted")
         self._fail([pull for pull in self._holds() if pull.key[0] == worker], error)
 
@@ -302,6 +303,7 @@ class SchedulerActor(Actor):
         self._targets.down(pool)
         self._leaving.end(pool.id)
         self._producers.forget_pool(pool.epoch)
+        call(self._handshake.worker_left, pool.name)
 
     def quiesce(self, pool: Pool, why: str, *, force: bool) -> None:
         """Ends the pulls into a pool, and tells when the last write has ended."""

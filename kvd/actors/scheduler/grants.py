@@ -60,7 +60,7 @@ class Grants:
         try:
             if not told and not self._reroute(transfer, grant):
                 transfer.early_grant = grant
-                if transfer.pull.routing is None:  # otherwise it waits for a route, and not for word from the peer
+                if not transfer.pull.routing:  # otherwise it waits for a route, and not for word from the peer
                     call(self._handshake.need, transfer.address, worker=transfer.pull.key[0], stale=True)
                 return
             grows = not transfer.told.whole

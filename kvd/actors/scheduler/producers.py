@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 from kvd import limits
 from kvd.actors.runtime.actor import Actor, Background
@@ -23,21 +24,33 @@ class _Known:
     """In ranks (`limits.MAX_ROUTED_RANKS`)."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A route that is to be made, under a number: keys may have a thousand ranks, and take as long to compare."""
+
+    number: int
+    key: RouteKey
+    make: Callable[[], Sources]
+    addresses: frozenset[str]
+    """Of its producers' daemons."""
+
+
 class KnownRoutes:
     """Routes, which are worked out once and used by every pull: short ones at once, long ones on a thread.
 
     The thread makes one at a time; users take turns.
 
-    `made` is called with the key of a route for which pulls may wait (`Pull.routing`), and with an error of the thread
-    if that has not worked it out: the next pull has it try again. `wanted` gives the keys of those for which some do.
+    `made` is called with the number of a route for which pulls may wait (`Pull.routing`), and with an error of the
+    thread if that has not worked it out: the next pull has it try again. `wanted` gives the numbers of those for which
+    some do.
     """
 
     def __init__(
         self,
         actor: Actor,
         background: Background,
-        made: Callable[[RouteKey, KvdError | None], None],
-        wanted: Callable[[], Collection[object]],
+        made: Callable[[int, KvdError | None], None],
+        wanted: Callable[[], Collection[int]],
     ) -> None:
         self._actor = actor
         self._background = background
@@ -45,9 +58,10 @@ class KnownRoutes:
         self._wanted = wanted
         self._known: dict[RouteKey, _Known] = {}
         """The one that was used last is the last."""
-        self._waiting: dict[int, dict[RouteKey, Callable[[], Sources]]] = {}
+        self._waiting: dict[int, dict[RouteKey, _Wanted]] = {}
         """What the thread is to make, by user; the first of each is next."""
-        self._making: RouteKey | None = None
+        self._numbers = count(1)
+        self._making: _Wanted | None = None
         self._is_stale = False
         """Whether what is being made is not wanted any more."""
 
@@ -64,13 +78,12 @@ class KnownRoutes:
         """
         ranks, views = pull.ticket.ranks, pull.views
         key = route_key(pull.pool, ranks, views)
-        pull.routing = None
+        pull.routing = 0
         known = self._known.pop(key, None)
         if known is None:
             make = partial(make_route, pull.pool, ranks, dict(views))  # the pull may be told of others meanwhile
             if is_long(pool for rank in ranks for pool in (views[rank.address].pools[rank.pool], pull.pool)):
-                self._put_off(key, pull.pool.uid, make)
-                pull.routing = key
+                pull.routing = self._put_off(key, pull, make)
                 return None
             known = _outcome(key, make)
             self._make_room(known.cost)
@@ -79,56 +92,70 @@ class KnownRoutes:
             raise refusal(*known.refused)  # a new one: an error keeps what it was raised through
         return known.sources
 
-    def forget(self, is_gone: Callable[[RouteKey], bool]) -> None:
-        """Forgets the routes of a peer or of a pool."""
-        self._known = {key: known for key, known in self._known.items() if not is_gone(key)}
+    def forget_peer(self, address: str) -> None:
+        """Forgets the routes of a peer."""
+        self._known = {
+            key: known for key, known in self._known.items() if not any(address == source for source, *_ in key[1])
+        }
+        self._drop(lambda wanted: address in wanted.addresses)
+
+    def forget_pool(self, epoch: int) -> None:
+        """Forgets the routes to a pool of ours."""
+        self._known = {key: known for key, known in self._known.items() if key[0] != epoch}
+        self._drop(lambda wanted: wanted.key[0] == epoch)
+
+    def _drop(self, is_gone: Callable[[_Wanted], bool]) -> None:
         self._drop_waiting(is_gone)
         self._is_stale |= self._making is not None and is_gone(self._making)
 
-    def _drop_waiting(self, is_gone: Callable[[RouteKey], bool]) -> None:
+    def _drop_waiting(self, is_gone: Callable[[_Wanted], bool]) -> None:
         for uid, waiting in list(self._waiting.items()):
-            for key in [key for key in waiting if is_gone(key)]:
-                del waiting[key]
+            for wanted in [wanted for wanted in waiting.values() if is_gone(wanted)]:
+                del waiting[wanted.key]
             if not waiting:
                 del self._waiting[uid]
 
-    def _put_off(self, key: RouteKey, uid: int, make: Callable[[], Sources]) -> None:
-        waiting = self._waiting.get(uid, {})
-        if (key == self._making and not self._is_stale) or key in waiting:
-            return
+    def _put_off(self, key: RouteKey, pull: Pull, make: Callable[[], Sources]) -> int:
+        """Has the route made, if that is not to be done already; the number under which it is."""
+        waiting = self._waiting.get(pull.pool.uid, {})
+        if self._making is not None and self._making.key == key and not self._is_stale:
+            return self._making.number
+        if key in waiting:
+            return waiting[key].number
         if len(waiting) >= limits.MAX_ROUTES_WAITING:
             text = f"{len(waiting)} routes between layouts are being worked out for this user; try again later"
             raise refusal(ErrorCode.OVERLOADED, text)
-        self._waiting.setdefault(uid, {})[key] = make
+        wanted = _Wanted(next(self._numbers), key, make, pull.addresses)
+        self._waiting.setdefault(pull.pool.uid, {})[key] = wanted
         self._start()
+        return wanted.number
 
     def _start(self) -> None:
         if self._making is not None or not self._waiting:
             return
         uid = next(iter(self._waiting))
         waiting = self._waiting.pop(uid)
-        self._making = key = next(iter(waiting))
-        make = waiting.pop(key)
+        self._making = wanted = waiting.pop(next(iter(waiting)))
         if waiting:
             self._waiting[uid] = waiting  # behind all other users
-        self._background(make, lambda result: self._actor.call(self._end, key, result))
+        self._background(wanted.make, lambda result: self._actor.call(self._end, wanted, result))
 
-    def _end(self, key: RouteKey, result: Sources | KvdError) -> None:
+    def _end(self, made: _Wanted, result: Sources | KvdError) -> None:
         failure = None
         if self._is_stale:
             pass  # whoever waits for it has it made again
         elif isinstance(result, tuple | BadRequest):
-            known = _known(key, result)
+            known = _known(made.key, result)
             self._make_room(known.cost)
-            self._known[key] = known
+            self._known[made.key] = known
         else:
             failure = result  # it may not come again: a want of memory, say
         self._making, self._is_stale = None, False
         if self._waiting:
-            wanted = self._wanted()
-            self._drop_waiting(lambda other: other not in wanted)  # their pulls have ended
+            numbers = self._wanted()
+            self._drop_waiting(lambda wanted: wanted.number not in numbers)  # their pulls have ended
         self._start()
-        self._made(key, failure)
+        self._made(made.number, failure)
 
     def _make_room(self, cost: int) -> None:
         """Forgets the routes that were not used for longest; pulls keep what they have."""
@@ -157,11 +184,11 @@ class Producers:
     def forget(self, address: str) -> None:
         """Forgets a peer that is not ready any more."""
         self._views.pop(address, None)
-        self.routes.forget(lambda key: any(address == source for source, *_ in key[1]))
+        self.routes.forget_peer(address)
 
     def forget_pool(self, epoch: int) -> None:
         """Forgets the routes to one of our own pools, which is gone."""
-        self.routes.forget(lambda key: key[0] == epoch)
+        self.routes.forget_pool(epoch)
 
     def unknown(self, ticket: Ticket) -> set[str]:
         """The addresses in a ticket whose daemon is not ready, or is known as a run from before the ticket."""

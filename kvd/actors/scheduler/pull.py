@@ -157,6 +157,8 @@ class Pull(Struct, eq=False):
     consumer: str
     """What producers know it as, together with the pulls of the engine's other ranks."""
     started: float
+    addresses: frozenset[str]
+    """Of its producers' daemons."""
     awaited: set[str]
     """Addresses of the daemons that it waits for while it is connecting."""
     unasked: set[str]
@@ -173,10 +175,6 @@ class Pull(Struct, eq=False):
     transfers: list[Transfer] = field(default_factory=list)
     views: dict[str, PeerView] = field(default_factory=dict)
     """Its producers' daemons by address, as they were when it was routed: one that has done its part may go."""
-    routing: object = None
-    """Names the route that is being worked out for it (`kvd.actors.scheduler.producers`)."""
+    routing: int = 0
+    """Number of the route that is being worked out for it (`kvd.actors.scheduler.producers`)."""
     span: PullSpan | None = None
-
-    def reads_from(self, address: str) -> bool:
-        """Whether the ticket names a producer rank there."""
-        return any(rank.address == address for rank in self.ticket.ranks)

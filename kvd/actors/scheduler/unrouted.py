@@ -1,6 +1,9 @@
 """Pulls without transfers: they wait for their producers' daemons, for pools there, and for routes to our pools."""
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
 
 from kvd import limits
 from kvd.actors.handshake.actor import HandshakeActor
@@ -10,9 +13,22 @@ from kvd.actors.runtime.deferred import Batch
 from kvd.actors.runtime.pools import PeerView
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pull import UNROUTED, Event, Pull, State
-from kvd.actors.scheduler.routes import RouteKey
 from kvd.actors.scheduler.transfers import Transfers
 from kvd.errors import ErrorCode, KvdError, refusal
+
+_IDS_PROVEN: Final = 64
+"""To give a block back takes as long as the hash over so many ids of a ticket: 0.3 us."""
+
+
+@dataclass(eq=False)
+class _Failure:
+    """What ends pulls, or has them wait anew: the loss of the peer at `address`; if that is empty, of their route."""
+
+    address: str
+    event: Event
+    error: KvdError | None
+    pulls: deque[Pull]
+    """Those whose turn has not come."""
 
 
 class UnroutedPulls(Component):
@@ -43,10 +59,11 @@ class UnroutedPulls(Component):
         self._step = step
         self._ready: Batch[Pull] = Batch(actor, self._go_on, _weight)
         """Those whose producers' daemons, or whose route, are known now; and routed ones with grants that waited."""
+        self._failures: Batch[_Failure] = Batch(actor, self._end, lambda _: limits.BATCH_BLOCKS)
 
     def of(self, address: str) -> list[Pull]:
         """Those that have to do with this peer."""
-        return [pull for pull in self._pulls() if pull.state in UNROUTED and pull.reads_from(address)]
+        return [pull for pull in self._pulls() if pull.state in UNROUTED and address in pull.addresses]
 
     def connect(self, pull: Pull) -> None:
         """Has the daemons asked that a pull waits for."""
@@ -82,31 +99,45 @@ class UnroutedPulls(Component):
     def peer_down(self, address: str, error: KvdError, *, restarted: bool) -> None:
         """Fails those that have to do with this peer; if it has `restarted`, they wait for it."""
         self._producers.forget(address)
-        for pull in self.of(address):
-            if restarted:
-                pull.routing = None
-                pull.awaited.add(address)
-                self._step(pull, Event.RESTARTED, None)
-            else:
-                self._step(pull, Event.FAIL, error)  # at once: a peer that nobody needs any more is forgotten next
+        failed = self.of(address)
+        for pull in failed:
+            pull.routing = 0
+            pull.awaited.add(address)  # until its turn has come nothing else goes on with it
+        event = Event.RESTARTED if restarted else Event.FAIL
+        self._fail(_Failure(address, event, None if restarted else error, deque(failed)))
 
     def peers_refused(self, worker: str, reasons: Mapping[str, str]) -> None:
         """Fails those of this worker that wait for one of these peers: others may have them connected to."""
+        waiting: dict[str, deque[Pull]] = defaultdict(deque)
         for pull in self._pulls():
             if pull.key[0] == worker and pull.state in UNROUTED and (refused := pull.awaited & reasons.keys()):
-                address = min(refused)
-                text = f"the daemon at {address} cannot be met: {reasons[address]}"
-                self._step(pull, Event.FAIL, refusal(ErrorCode.PEER_LOST, text))
+                waiting[min(refused)].append(pull)
+        for address, pulls in waiting.items():
+            text = f"the daemon at {address} cannot be met: {reasons[address]}"
+            self._fail(_Failure(address, Event.FAIL, refusal(ErrorCode.PEER_LOST, text), pulls))
 
-    def route_made(self, key: RouteKey, failure: KvdError | None) -> None:
+    def route_made(self, number: int, failure: KvdError | None) -> None:
         """Goes on with the pulls that waited for this route; fails them if it could not be worked out."""
-        for pull in self._pulls():
-            if pull.routing == key:
-                pull.routing = None
-                if failure is None:
-                    self._ready.put(pull)
-                else:
-                    self._step(pull, Event.FAIL, refusal(failure.code, failure.text))
+        waited = deque(pull for pull in self._pulls() if pull.routing == number)
+        for pull in waited:
+            pull.routing = 0
+            if failure is None:
+                self._ready.put(pull)
+        if failure is not None:
+            self._fail(_Failure("", Event.FAIL, refusal(failure.code, failure.text), waited))
+
+    def _fail(self, failure: _Failure) -> None:
+        """A few pulls at once, as a peer that nobody needs any more is forgotten next; many some at a time."""
+        self._end([failure]) if len(failure.pulls) <= _at_once() else self._failures.put(failure)
+
+    def _end(self, failures: list[_Failure]) -> None:
+        for failure in failures:
+            for _ in range(min(_at_once(), len(failure.pulls))):
+                pull = failure.pulls.popleft()
+                if pull.state in UNROUTED and (not failure.address or failure.address in pull.awaited):
+                    self._step(pull, failure.event, failure.error)
+            if failure.pulls:
+                self._failures.put(failure)
 
     def _go_on(self, pulls: list[Pull]) -> None:
         for pull in pulls:
@@ -116,10 +147,19 @@ class UnroutedPulls(Component):
                 self._route(pull)
 
 
+def _at_once() -> int:
+    return max(1, limits.BATCH_BLOCKS // limits.BLOCKS_PER_PULL)
+
+
 def _weight(pull: Pull) -> int:
-    """How much work it is to go on with a pull, in blocks that are given back: about one for each descriptor."""
+    """How much work it is to go on with a pull, in blocks that are given back.
+
+    About one for each descriptor, and one for as many ids as a proof goes over in that time, for each rank.
+    """
     groups = pull.pool.spec.groups
     descriptors = sum(
         len(span.ids) // 4 * sum(len(view.layers) for view in groups[span.group].views) for span in pull.blocks
     )
-    return limits.BLOCKS_PER_PULL + descriptors
+    ids = [sum(len(span.ids) // 4 for span in spans) for spans in pull.ticket.blocks]
+    proven = sum(ids[rank.blocks] for rank in pull.ticket.ranks)
+    return limits.BLOCKS_PER_PULL + descriptors + proven // _IDS_PROVEN

@@ -1,5 +1,6 @@
 """VLLM's block manager, and how many blocks it may lack for a request."""
 
+from collections.abc import Callable
 from typing import Any
 
 _KEPT_FREE = 1 / 32
@@ -10,14 +11,12 @@ class BlockManager:
     """Around vLLM's `KVCacheManager`."""
 
     def __init__(self) -> None:
-        self.has_refused = False
-        """Whether vLLM has lacked blocks for a request, since somebody last said that it has not."""
         self._manager: Any = None
         self._step_tokens = 0
         self._lookahead = 0
 
-    def bind(self, manager: Any, step_tokens: int, lookahead: int) -> None:
-        """Takes the `KVCacheManager`, before any request comes.
+    def bind(self, manager: Any, step_tokens: int, lookahead: int, refused: Callable[[], None]) -> None:
+        """Takes the `KVCacheManager`, before any request comes; calls `refused` when it lacks blocks for one.
 
         A step of vLLM's computes at most `step_tokens` tokens, and a drafter needs blocks for `lookahead` more.
         """
@@ -25,12 +24,12 @@ class BlockManager:
 
         def allocate_slots(*args: Any, **options: Any) -> Any:
             blocks = allocate(*args, **options)
-            self.has_refused |= blocks is None
+            if blocks is None:
+                refused()
             return blocks
 
-        manager.allocate_slots = (
-            allocate_slots  # vLLM tells connectors of the blocks it has given, never of those it lacks
-        )
+        # vLLM tells connectors of the blocks it has given, never of those it lacks.
+        manager.allocate_slots = allocate_slots
         self._manager = manager
         self._step_tokens = step_tokens
         self._lookahead = lookahead

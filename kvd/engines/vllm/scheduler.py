@@ -62,7 +62,8 @@ class SchedulerSide:
         self._growing = GrowingOffers(self._groups)
         self._grows = grows
         self._tried = False
-        """Whether vLLM has come to a request that waits, since it last scheduled a step."""
+        """Whether vLLM has come to a request that waits, since it last scheduled a step: it has asked about one, or
+        lacked blocks for one, as it does not ask again about those that are loaded."""
         self._has_states = any(isinstance(window, State) for window, _ in self._groups)
         self._prompts = Prompts(self._groups, lookahead)
         self._adapter_paths = adapter_paths
@@ -90,7 +91,10 @@ class SchedulerSide:
 
     def bind(self, manager: Any, step_tokens: int, lookahead: int) -> None:
         """Takes vLLM's KV cache manager (`BlockManager.bind`)."""
-        self._manager.bind(manager, step_tokens, lookahead)
+        self._manager.bind(manager, step_tokens, lookahead, refused=self._try)
+
+    def _try(self) -> None:
+        self._tried = True
 
     def arrived(self, request: Any) -> None:
         """A new request."""
@@ -126,7 +130,7 @@ class SchedulerSide:
 
     def external(self, request: Any, computed: int) -> int | None:
         """How many tokens a pull will bring after the `computed` ones; 0 to compute them all, None to ask again."""
-        self._tried = True
+        self._try()
         if self._loads.has_failed(request.request_id):
             self.turns.kept.asked(request)
             return None if self._loads.must_wait(request) else 0
@@ -232,8 +236,7 @@ class SchedulerSide:
 
     def scheduled(self, output: Any) -> None:
         """VLLM has scheduled a step, whose metadata is taken next."""
-        tried, self._tried = self._tried or self._manager.has_refused, False  # of one that is loaded it asks nothing
-        self._manager.has_refused = False
+        tried, self._tried = self._tried, False
         self._growing.scheduled(output, self._is_loading, tried=tried)
 
     def answered(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:

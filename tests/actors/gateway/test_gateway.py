@@ -3,6 +3,7 @@ import base64
 import pytest
 
 from kvd import limits
+from kvd.actors.gateway.admission import Rule
 from kvd.actors.runtime.actor import call
 from kvd.errors import ErrorCode
 from kvd.protocol.status import decode
@@ -146,6 +147,25 @@ def test_garbage_on_a_session_is_refused_and_its_descriptors_closed(stage):
 def test_bytes_that_are_no_spec_are_refused(stage):
     stage.connect(2)
     assert stage.session(Attach("v", b"i" * 16, b"\x80"), 2).code == ErrorCode.BAD_SPEC
+
+
+def test_specs_of_attaches_are_read_one_at_a_time_and_users_take_turns():
+    stage, waiting = Stage(rules=(Rule(uid=2000, pools=("*",)),)), []
+    stage.actors.gateway.connections._specs._background = lambda work, done: waiting.append((work, done))
+    for number in range(1, 6):
+        stage.attach(f"many{number}", number, uid=2000, descriptors=(10 + number,))
+    stage.attach("one", 6)
+    stage.hang_up(3)
+    assert stage.discarded == [13]
+    read = 0
+    while waiting:
+        [(work, done)] = waiting
+        waiting.clear()
+        done(work())
+        stage.run()
+        read += 1
+        assert "one" in stage.actors.gateway._sessions.workers or read < 3
+    assert read == 5
 
 
 @pytest.mark.parametrize("connection", [1, 2])

@@ -14,7 +14,7 @@ from kvd.protocol import codec
 from kvd.protocol.peer import Claim, Grant, Hello, Ping, Pong
 from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
-from kvd.protocol.worker import Notifications, Pull
+from kvd.protocol.worker import Detach, Notifications, Pull
 from tests.actors.stage import SECRET, Stage, ids, welcome_of
 
 ADDRESSES = [f"tcp://made-up-{number}:1" for number in range(100)]
@@ -253,5 +253,61 @@ def test_a_peer_is_not_greeted_for_workers_that_have_left():
         pull = Pull(1, "p", ticket_of([_Crowd.live]), (), 60.0)
         stage.actors.gateway.received(WorkerFrame(bytes([number]) * 16, codec.encode(pull), 1000))
         stage.peer_says(Pong(0, 5), 1)
-        stage.hang_up(number)
+        stage.session(Detach(), number)
     assert not stage.actors.handshake._peers.by_link[1].wanted_by
+
+
+def test_what_a_worker_wanted_whose_pool_is_gone_is_not_connected_to():
+    crowd = _Crowd()
+    pull = Pull(1, "dead", ticket_of(crowd.dead), (), 60.0)
+    crowd.stage.actors.gateway.received(WorkerFrame(b"\1" * 16, codec.encode(pull), 1000))
+    crowd.stage.session(Detach(), 1)
+    crowd.stage.run(10.0)
+    assert len(crowd.stage.dependencies.peer_port.links) <= AT_ONCE
+
+
+def test_a_worker_that_connects_again_keeps_the_turns_of_its_pulls():
+    crowd = _Crowd()
+    for number in range(2):
+        crowd.pull(1, f"dead{number}", [f"tcp://dead-{number}-{each}:1" for each in range(1000)])
+    crowd.pull(2, "theirs", [crowd.live])
+    crowd.stage.hang_up(2)
+    crowd.stage.attach("other", 3)
+    crowd.stage.run(1.2)
+    assert crowd.is_met
+
+
+def test_a_peer_that_became_ready_late_is_taken_for_silent_while_it_waits_to_say_its_pools_again():
+    """It stood still, was lost, and answered then to the hellos that lay in its socket."""
+    crowd = _Crowd()
+    stage = crowd.stage
+    crowd.pull(2, "first", [crowd.live], (2, 3))
+    stage.peer_says(welcome_of(), 1)
+    lost = stage.context.metrics.peers_lost._value
+    for losses in (1, 2):
+        while lost.get() < losses:
+            stage.run(0.05)
+    stage.peer_says(welcome_of(), 1)
+    crowd.pull(2, "reader", [crowd.live], (4, 5))
+    claim = stage.asks(Claim)[-1]
+    stage.peer_says(Grant(claim.claim, 7, 1, 5), 1)
+    for number in range(2):
+        crowd.pull(1, f"dead{number}", [f"tcp://dead-{number}-{each}:1" for each in range(1000)])
+    crowd.pull(1, "stale", [crowd.live], pool="later", incarnation=99)
+    assert stage.actors.handshake._peers.by_link[1].state is State.REFRESHING
+    stage.run(5.0)
+    assert "reader" in crowd.failed
+
+
+def test_a_pull_that_waits_for_a_peer_to_say_its_pools_again_is_told_nothing_old_meanwhile():
+    crowd = _Crowd()
+    stage = crowd.stage
+    crowd.pull(2, "first", [crowd.live], (2, 3))
+    stage.peer_says(welcome_of(), 1)
+    crowd.pull(1, "dead", crowd.dead)
+    crowd.pull(2, "stale", [crowd.live], (4, 5), pool="later", incarnation=3)
+    for number in range(4):
+        call(stage.actors.handshake.need, crowd.live, worker=f"another{number}")
+        stage.run()
+    assert "stale" not in crowd.failed
+    assert "other" in stage.actors.handshake._peers.by_link[1].wanted_by

@@ -278,6 +278,7 @@ def test_each_span_that_is_named_counts_until_its_offer_has_ended(monkeypatch):
 
 
 def test_an_offer_of_very_many_parts_is_given_back_some_at_a_time_even_if_they_are_empty(stage, monkeypatch):
+    monkeypatch.setattr(limits, "BLOCKS_PER_RETURN", 1)
     monkeypatch.setattr(limits, "BATCH_BLOCKS", 3)
     opened(stage)
     for _ in range(9):
@@ -459,6 +460,23 @@ def test_offers_that_many_claim_end_a_few_at_a_time_with_their_workers_session(s
     stage.hang_up()
     assert ended == [2, 1]
     assert stage.actors.leases.claims.held == 0
+
+
+@pytest.mark.parametrize("how", ["expire", "hang up"])
+def test_offers_of_many_parts_without_blocks_end_a_few_at_a_time(how, monkeypatch):
+    monkeypatch.setattr(limits, "BLOCKS_PER_RETURN", 1)
+    monkeypatch.setattr(limits, "BATCH_BLOCKS", 8)
+    stage = Stage()
+    stage.attach()
+    offers = stage.actors.leases._offers
+    for offer in range(4):
+        stage.request(Offer(1, f"o{offer}", 0, (), 30.0, SECRET, grows=True))
+        for _ in range(3):
+            stage.request(Extend(1, f"o{offer}", 0, ()))
+    ended = sizes_of(offers._due._expired.__self__ if how == "expire" else offers._revoking, monkeypatch)
+    stage.run(31.0) if how == "expire" else stage.hang_up()
+    assert ended == [2, 2]
+    assert not offers.bounds.standing
 
 
 def test_a_peer_is_told_of_many_blocks_at_a_pace_and_of_few_at_once(monkeypatch):

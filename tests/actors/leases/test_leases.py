@@ -781,7 +781,8 @@ def turns_of(stage, monkeypatch):
 @pytest.mark.parametrize("how", ["expire", "detach"])
 def test_offers_of_many_blocks_that_end_at_one_moment_leave_others_their_turns(how, monkeypatch):
     """Each block that is given back takes the loop some 0.3 us: sixteen offers of a million took it for seconds."""
-    monkeypatch.setattr(limits, "BATCH_BLOCKS", 4)
+    monkeypatch.setattr(limits, "BLOCKS_PER_RETURN", 1)
+    monkeypatch.setattr(limits, "BATCH_BLOCKS", 6)  # two offers, each of two blocks and a span
     stage = Stage()
     stage.attach()
     for number in range(6):
@@ -794,6 +795,7 @@ def test_offers_of_many_blocks_that_end_at_one_moment_leave_others_their_turns(h
 
 
 def test_one_offer_of_very_many_blocks_ends_at_once_and_is_given_back_in_parts(monkeypatch):
+    monkeypatch.setattr(limits, "BLOCKS_PER_RETURN", 1)
     monkeypatch.setattr(limits, "BATCH_BLOCKS", 6)
     monkeypatch.setattr(limits, "MAX_PART_BLOCKS", 2)
     stage = Stage()

@@ -292,7 +292,7 @@ def made(monkeypatch):
 
 
 def of_ranks(*ranks):
-    return SimpleNamespace(pool=SimpleNamespace(uid=0), ticket=SimpleNamespace(ranks=ranks), views={}, routing=None)
+    return SimpleNamespace(pool=SimpleNamespace(uid=0), ticket=SimpleNamespace(ranks=ranks), views={}, routing=0)
 
 
 def test_routes_have_a_bound_by_their_ranks_and_those_used_last_stay(made, monkeypatch):

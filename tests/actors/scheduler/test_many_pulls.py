@@ -125,6 +125,36 @@ def test_the_loss_of_a_producer_ends_its_pulls_some_at_a_time(stage, monkeypatch
     assert codes(stage) == [(f"p{number}", "peer_lost") for number in range(PULLS)]
 
 
+def test_pulls_of_a_producer_that_is_lost_before_it_is_met_end_some_at_a_time(stage, monkeypatch):
+    left, failures = [], stage.actors.scheduler.unrouted._failures
+    handle = failures._handle
+    monkeypatch.setattr(failures, "_handle", lambda some: left.append(len(some[0].pulls)) or handle(some))
+    pull_all(stage)
+    call(stage.actors.scheduler.peer_down, "tcp://peer:1", "silent")
+    assert stage.actors.scheduler.unrouted.of("tcp://peer:1")  # so that it is not forgotten yet
+    stage.run()
+    assert left == [5, 3, 1]
+    assert codes(stage) == [(f"p{number}", "peer_lost") for number in range(PULLS)]
+
+
+def test_a_producer_that_is_back_before_their_turn_serves_them(stage):
+    pull_all(stage)
+    call(stage.actors.scheduler.peer_down, "tcp://peer:1", "silent")
+    stage.dependencies.peer_port.on_event(PeerAnswered(1, codec.encode(welcome_of())))
+    stage.run()
+    served = {claim.offer for claim in stage.asks(Claim)}
+    assert served
+    assert len(stage.asks(Claim)) + len(codes(stage)) == PULLS
+
+
+def test_pulls_wait_for_a_producer_that_has_restarted_however_many_they_are(stage):
+    pull_all(stage)
+    call(stage.actors.scheduler.peer_down, "tcp://peer:1", "it was restarted", restarted=True)
+    stage.run()
+    stage.peer_says(welcome_of())
+    assert len(stage.asks(Claim)) == PULLS
+
+
 def test_a_pool_that_is_given_back_ends_its_pulls_some_at_a_time(stage, monkeypatch):
     pull_all(stage)
     sizes = sizes_of(stage.actors.scheduler._ending, monkeypatch)

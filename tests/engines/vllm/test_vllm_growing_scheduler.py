@@ -248,7 +248,7 @@ def test_prefills_keep_their_offers_while_the_engine_is_paused(clock: list[float
         clock[0] += 1
 
 
-def test_so_does_one_of_which_another_connector_has_brought_a_part(clock: list[float]) -> None:
+def test_a_prefill_that_another_connector_has_begun_ends_its_offer_when_it_lacks_blocks(clock: list[float]) -> None:
     """VLLM asks of it no more, nor of those behind it."""
     producer, blocks = side(), Manager(lacks_blocks=True)
     bind(producer, blocks)

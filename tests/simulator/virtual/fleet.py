@@ -131,6 +131,7 @@ class Daemon:
             transport=self.transport,
             provider=provider,
             background=self._background,
+            pool_background=self._background,
             draw_session=self._draw_session,
             describe=lambda: process_status(name),
             transport_died=self.fail,

@@ -47,7 +47,7 @@ def manager_of(configurations: Any, kind: str, watermark: float = 0.0) -> Any:
 
 def shortage(manager: Any, request: Any, lookahead: int = 0) -> int:
     bound = BlockManager()
-    bound.bind(manager, STEP_TOKENS, lookahead)
+    bound.bind(manager, STEP_TOKENS, lookahead, refused=lambda: None)
     return bound.shortage(request)
 
 
