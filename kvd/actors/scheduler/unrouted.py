@@ -112,9 +112,11 @@ class UnroutedPulls(Component):
         for pull in self._pulls():
             if pull.key[0] == worker and pull.state in UNROUTED and (refused := pull.awaited & reasons.keys()):
                 waiting[min(refused)].append(pull)
+        failures = []
         for address, pulls in waiting.items():
             text = f"the daemon at {address} cannot be met: {reasons[address]}"
-            self._fail(_Failure(address, Event.FAIL, refusal(ErrorCode.PEER_LOST, text), pulls))
+            failures.append(_Failure(address, Event.FAIL, refusal(ErrorCode.PEER_LOST, text), pulls))
+        self._fail(*failures)
 
     def route_made(self, number: int, failure: KvdError | None) -> None:
         """Goes on with the pulls that waited for this route; fails them if it could not be worked out."""
@@ -126,9 +128,13 @@ class UnroutedPulls(Component):
         if failure is not None:
             self._fail(_Failure("", Event.FAIL, refusal(failure.code, failure.text), waited))
 
-    def _fail(self, failure: _Failure) -> None:
+    def _fail(self, *failures: _Failure) -> None:
         """A few pulls at once, as a peer that nobody needs any more is forgotten next; many some at a time."""
-        self._end([failure]) if len(failure.pulls) <= _at_once() else self._failures.put(failure)
+        if sum(len(failure.pulls) for failure in failures) <= _at_once():
+            self._end(list(failures))
+            return
+        for failure in failures:
+            self._failures.put(failure)
 
     def _end(self, failures: list[_Failure]) -> None:
         for failure in failures:
