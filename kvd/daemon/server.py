@@ -40,7 +40,7 @@ from kvd.protocol.status import ProcessStatus
 _ROUND_SECONDS = 1.0
 """Between rounds of the watchdog."""
 
-_POOL_THREADS = 4
+_POOL_THREADS = 16
 """Pools whose memory is made, moved or given back at one time."""
 
 

@@ -99,6 +99,31 @@ def test_a_welcome_that_comes_while_a_spec_of_the_one_before_is_read_is_read_beh
     assert 1 in stage.met()
 
 
+def test_a_defect_in_one_introduction_costs_that_one_alone(stage, monkeypatch):
+    introductions = stage.actors.handshake._introductions
+    introduced, broken = introductions._introduced, [2]
+
+    def once_failing(link, welcome, pools):
+        if link in broken:
+            broken.remove(link)
+            raise RuntimeError
+        introduced(link, welcome, pools)
+
+    introductions._introduced = once_failing
+    stage.welcomed(1, "x")
+    stage.welcomed(2, "x")
+    stage.welcomed(3, "y")
+    with pytest.raises(AssertionError):  # the stage tells of the defect
+        stage.work()
+    stage.failures.clear()
+    introductions.forget(2)
+    stage.actors.handshake._peers.by_link[2].is_heeded = True
+    stage.welcomed(2, "z")
+    while stage.waiting:
+        stage.work()
+    assert {2, 3} <= set(stage.met())
+
+
 def test_a_spec_that_is_known_is_not_read_again(stage):
     stage.welcomed(1, "x", "y")
     for _ in range(2):

@@ -121,15 +121,18 @@ class Introductions:
             self._specs[info.spec] = result
             if len(self._specs) > _KNOWN_SPECS:
                 del self._specs[next(iter(self._specs))]
+        self._actor.call(self._next)
+        self._actor.call(self._go_on, link)  # behind the other one
         reading = self._readings.get(link)
         if reading is not None and reading.left[-1] is info:
             self._add(link, reading, result)
-        while (other := self._slots.next()) is not None:
-            if self._is_left(other):
-                self._read(other)
-            else:
-                self._slots.leave(other)
-        self._go_on(link)
+
+    def _next(self) -> None:
+        """Goes on with those that wait until a spec is to be read: each in a call, as a defect costs that one."""
+        if (link := self._slots.next()) is not None:
+            self._slots.leave(link)
+            self._actor.call(self._next)
+            self._go_on(link)
 
     def _add(self, link: int, reading: _Reading, result: CacheSpec | KvdError) -> None:
         info = reading.left.pop()

@@ -19,6 +19,7 @@ from kvd.actors.runtime.machine import Step, Table
 from kvd.actors.runtime.pools import PeerView, Pool, Size
 from kvd.actors.runtime.spans import PullSpan
 from kvd.actors.scheduler.transfer import Transfer
+from kvd.errors import KvdError
 from kvd.protocol.ticket import Ticket
 from kvd.protocol.types import Spans
 
@@ -177,4 +178,6 @@ class Pull(Struct, eq=False):
     """Its producers' daemons by address, as they were when it was routed: one that has done its part may go."""
     routing: int = 0
     """Number of the route that is being worked out for it (`kvd.actors.scheduler.producers`)."""
+    failing: KvdError | None = None
+    """Why it fails when its turn has come: until then nothing else is done for it."""
     span: PullSpan | None = None

@@ -1,8 +1,6 @@
 """Pulls without transfers: they wait for their producers' daemons, for pools there, and for routes to our pools."""
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from kvd import limits
@@ -12,23 +10,12 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch
 from kvd.actors.runtime.pools import PeerView
 from kvd.actors.scheduler.producers import Producers
-from kvd.actors.scheduler.pull import UNROUTED, Event, Pull, State
+from kvd.actors.scheduler.pull import TABLE, UNROUTED, Event, Pull, State
 from kvd.actors.scheduler.transfers import Transfers
 from kvd.errors import ErrorCode, KvdError, refusal
 
 _IDS_PROVEN: Final = 64
 """To give a block back takes as long as the hash over so many ids of a ticket: 0.3 us."""
-
-
-@dataclass(eq=False)
-class _Failure:
-    """What ends pulls, or has them wait anew: the loss of the peer at `address`; if that is empty, of their route."""
-
-    address: str
-    event: Event
-    error: KvdError | None
-    pulls: deque[Pull]
-    """Those whose turn has not come."""
 
 
 class UnroutedPulls(Component):
@@ -59,11 +46,15 @@ class UnroutedPulls(Component):
         self._step = step
         self._ready: Batch[Pull] = Batch(actor, self._go_on, _weight)
         """Those whose producers' daemons, or whose route, are known now; and routed ones with grants that waited."""
-        self._failures: Batch[_Failure] = Batch(actor, self._end, lambda _: limits.BATCH_BLOCKS)
+        self._failing: Batch[Pull] = Batch(actor, self._end, lambda _: limits.BLOCKS_PER_PULL)
 
     def of(self, address: str) -> list[Pull]:
-        """Those that have to do with this peer."""
-        return [pull for pull in self._pulls() if pull.state in UNROUTED and address in pull.addresses]
+        """Those that have to do with this peer, and do not fail already."""
+        return [
+            pull
+            for pull in self._pulls()
+            if pull.state in UNROUTED and address in pull.addresses and pull.failing is None
+        ]
 
     def connect(self, pull: Pull) -> None:
         """Has the daemons asked that a pull waits for."""
@@ -76,7 +67,7 @@ class UnroutedPulls(Component):
         self.actor.later(self._context.settings.retry, self._retry, pull)
 
     def _retry(self, pull: Pull) -> None:
-        if pull.state in (State.WAITING, State.LEAVING) and not pull.awaited:
+        if pull.state in (State.WAITING, State.LEAVING) and not pull.awaited and pull.failing is None:
             pull.lookups_left = 1
             self._route(pull)
 
@@ -99,62 +90,58 @@ class UnroutedPulls(Component):
     def peer_down(self, address: str, error: KvdError, *, restarted: bool) -> None:
         """Fails those that have to do with this peer; if it has `restarted`, they wait for it."""
         self._producers.forget(address)
-        failed = self.of(address)
-        for pull in failed:
+        pulls = self.of(address)
+        if not restarted:
+            self._fail(dict.fromkeys(pulls, error))
+            return
+        for pull in pulls:
             pull.routing = 0
-            pull.awaited.add(address)  # until its turn has come nothing else goes on with it
-        event = Event.RESTARTED if restarted else Event.FAIL
-        self._fail(_Failure(address, event, None if restarted else error, deque(failed)))
+            pull.awaited.add(address)
+            self._step(pull, Event.RESTARTED, None)
 
     def peers_refused(self, worker: str, reasons: Mapping[str, str]) -> None:
         """Fails those of this worker that wait for one of these peers: others may have them connected to."""
-        waiting: dict[str, deque[Pull]] = defaultdict(deque)
+        failures: dict[Pull, KvdError] = {}
         for pull in self._pulls():
             if pull.key[0] == worker and pull.state in UNROUTED and (refused := pull.awaited & reasons.keys()):
-                waiting[min(refused)].append(pull)
-        failures = []
-        for address, pulls in waiting.items():
-            text = f"the daemon at {address} cannot be met: {reasons[address]}"
-            failures.append(_Failure(address, Event.FAIL, refusal(ErrorCode.PEER_LOST, text), pulls))
-        self._fail(*failures)
+                address = min(refused)
+                text = f"the daemon at {address} cannot be met: {reasons[address]}"
+                failures[pull] = refusal(ErrorCode.PEER_LOST, text)
+        self._fail(failures)
 
     def route_made(self, number: int, failure: KvdError | None) -> None:
         """Goes on with the pulls that waited for this route; fails them if it could not be worked out."""
-        waited = deque(pull for pull in self._pulls() if pull.routing == number)
+        waited = [pull for pull in self._pulls() if pull.routing == number]
         for pull in waited:
             pull.routing = 0
             if failure is None:
                 self._ready.put(pull)
         if failure is not None:
-            self._fail(_Failure("", Event.FAIL, refusal(failure.code, failure.text), waited))
+            self._fail(dict.fromkeys(waited, refusal(failure.code, failure.text)))
 
-    def _fail(self, *failures: _Failure) -> None:
-        """A few pulls at once, as a peer that nobody needs any more is forgotten next; many some at a time."""
-        if sum(len(failure.pulls) for failure in failures) <= _at_once():
+    def _fail(self, failures: Mapping[Pull, KvdError]) -> None:
+        """A few at once, as a peer that nobody needs any more is forgotten next; many some at a time."""
+        for pull, error in failures.items():
+            pull.failing = pull.failing or error
+        if len(failures) * limits.BLOCKS_PER_PULL <= limits.BATCH_BLOCKS:
             self._end(list(failures))
             return
-        for failure in failures:
-            self._failures.put(failure)
+        for pull in failures:
+            self._failing.put(pull)
 
-    def _end(self, failures: list[_Failure]) -> None:
-        for failure in failures:
-            for _ in range(min(_at_once(), len(failure.pulls))):
-                pull = failure.pulls.popleft()
-                if pull.state in UNROUTED and (not failure.address or failure.address in pull.awaited):
-                    self._step(pull, failure.event, failure.error)
-            if failure.pulls:
-                self._failures.put(failure)
+    def _end(self, pulls: list[Pull]) -> None:
+        for pull in pulls:
+            if pull.state not in TABLE.final:
+                self._step(pull, Event.FAIL, pull.failing)
 
     def _go_on(self, pulls: list[Pull]) -> None:
         for pull in pulls:
             if pull.state not in UNROUTED:
                 self._transfers.rerouted(pull)
-            elif not pull.awaited:  # it waits for a daemon again if that has restarted meanwhile
+            elif (
+                not pull.awaited and pull.failing is None
+            ):  # it waits for a daemon again if that has restarted meanwhile
                 self._route(pull)
-
-
-def _at_once() -> int:
-    return max(1, limits.BATCH_BLOCKS // limits.BLOCKS_PER_PULL)
 
 
 def _weight(pull: Pull) -> int:

@@ -4,13 +4,13 @@ import pytest
 
 from kvd import limits
 from kvd.actors.runtime.actor import call
-from kvd.net.interface import PeerAnswered
+from kvd.net.interface import PeerAnswered, WorkerFrame
 from kvd.protocol import codec
 from kvd.protocol.peer import Broken, Claim, Grant
-from kvd.protocol.worker import Cancel, Failed
+from kvd.protocol.worker import Cancel, Failed, Pull
 from kvd.transport.interface import PeerFailed, ReadFailed
 from tests.actors.batches import sizes_of
-from tests.actors.stage import welcome_of
+from tests.actors.stage import make_ticket, welcome_of
 
 PULLS = 5
 TWO_AT_A_TIME = [2, 2, 1]
@@ -126,25 +126,28 @@ def test_the_loss_of_a_producer_ends_its_pulls_some_at_a_time(stage, monkeypatch
 
 
 def test_pulls_of_a_producer_that_is_lost_before_it_is_met_end_some_at_a_time(stage, monkeypatch):
-    left, failures = [], stage.actors.scheduler.unrouted._failures
-    handle = failures._handle
-    monkeypatch.setattr(failures, "_handle", lambda some: left.append(len(some[0].pulls)) or handle(some))
+    sizes = sizes_of(stage.actors.scheduler.unrouted._failing, monkeypatch)
     pull_all(stage)
-    call(stage.actors.scheduler.peer_down, "tcp://peer:1", "silent")
-    assert stage.actors.scheduler.unrouted.of("tcp://peer:1")  # so that it is not forgotten yet
+    for _ in range(2):  # it may be told again before all have had their turn
+        call(stage.actors.scheduler.peer_down, "tcp://peer:1", "silent")
+    assert codes(stage) == []
     stage.run()
-    assert left == [5, 3, 1]
+    assert sizes == TWO_AT_A_TIME
     assert codes(stage) == [(f"p{number}", "peer_lost") for number in range(PULLS)]
 
 
-def test_a_producer_that_is_back_before_their_turn_serves_them(stage):
-    pull_all(stage)
+def test_pulls_that_are_to_fail_do_so_though_their_producer_is_back_before_their_turn(stage):
+    """Some wait for a pool that it did not have, and ask it no more for that."""
+    for number in range(PULLS):
+        stage.pull(f"p{number}", blocks=(), ticket=make_ticket("later"), timeout=60.0)
+    stage.peer_says(welcome_of())
+    for _ in range(3):
+        stage.run(0.1)
+        stage.peer_says(welcome_of())
     call(stage.actors.scheduler.peer_down, "tcp://peer:1", "silent")
-    stage.dependencies.peer_port.on_event(PeerAnswered(1, codec.encode(welcome_of())))
+    call(stage.actors.scheduler.unrouted.peer_up, stage.actors.handshake._peers.by_link[1].view())
     stage.run()
-    served = {claim.offer for claim in stage.asks(Claim)}
-    assert served
-    assert len(stage.asks(Claim)) + len(codes(stage)) == PULLS
+    assert codes(stage) == [(f"p{number}", "peer_lost") for number in range(PULLS)]
 
 
 def test_pulls_wait_for_a_producer_that_has_restarted_however_many_they_are(stage):
@@ -153,6 +156,19 @@ def test_pulls_wait_for_a_producer_that_has_restarted_however_many_they_are(stag
     stage.run()
     stage.peer_says(welcome_of())
     assert len(stage.asks(Claim)) == PULLS
+
+
+def test_a_worker_that_may_meet_none_of_its_peers_has_its_pulls_end_some_at_a_time(stage, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PEERS_PER_WORKER", 0)
+    sizes = sizes_of(stage.actors.scheduler.unrouted._failing, monkeypatch)
+    reasons = {f"tcp://{name}:1": "no" for name in ("peer", "b")}
+    for number in range(PULLS):
+        frame = codec.encode(Pull(number, f"p{number}", make_ticket(), (), 60.0))
+        stage.actors.gateway.received(WorkerFrame(b"\1" * 16, frame, 1000))
+    call(stage.actors.scheduler.unrouted.peers_refused, "w", reasons)
+    stage.run()
+    assert sizes == TWO_AT_A_TIME
+    assert len(codes(stage)) == PULLS
 
 
 def test_a_pool_that_is_given_back_ends_its_pulls_some_at_a_time(stage, monkeypatch):
