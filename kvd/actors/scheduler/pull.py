@@ -181,3 +181,8 @@ class Pull(Struct, eq=False):
     failing: KvdError | None = None
     """Why it fails when its turn has come: until then nothing else is done for it."""
     span: PullSpan | None = None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether it waits for no daemon, and is not to fail."""
+        return not self.awaited and self.failing is None

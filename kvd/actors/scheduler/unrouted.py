@@ -67,7 +67,7 @@ class UnroutedPulls(Component):
         self.actor.later(self._context.settings.retry, self._retry, pull)
 
     def _retry(self, pull: Pull) -> None:
-        if pull.state in (State.WAITING, State.LEAVING) and not pull.awaited and pull.failing is None:
+        if pull.state in (State.WAITING, State.LEAVING) and pull.can_go_on:
             pull.lookups_left = 1
             self._route(pull)
 
@@ -138,9 +138,7 @@ class UnroutedPulls(Component):
         for pull in pulls:
             if pull.state not in UNROUTED:
                 self._transfers.rerouted(pull)
-            elif (
-                not pull.awaited and pull.failing is None
-            ):  # it waits for a daemon again if that has restarted meanwhile
+            elif pull.can_go_on:  # unless a daemon has restarted meanwhile, or it has failed
                 self._route(pull)
 
 
