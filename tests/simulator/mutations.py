@@ -477,7 +477,7 @@ def lasting_reads_are_not_claimed(monkeypatch):
     monkeypatch.setattr(PeerRequests, "_claim_lasting", lambda self: None)
 
 
-@mutation(Promise.SURVIVES, first=754)
+@mutation(Promise.SURVIVES, first=1630)
 def the_incarnation_of_a_claim_is_not_checked(monkeypatch):
     original = Offers.for_claim
     monkeypatch.setattr(Offers, "for_claim", lambda self, claim: original(self, replace(claim, incarnation=0)))
