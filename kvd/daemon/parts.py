@@ -1,7 +1,9 @@
 """The parts of a daemon beside its actors: opened in one place, in order."""
 
 import asyncio
+import contextlib
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -59,8 +61,20 @@ class Background:
                 _log.error("background work failed", exc_info=error)
                 return refusal(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log")
 
-        future = self._loop.run_in_executor(self._executor, attempt)
-        future.add_done_callback(lambda finished: done(finished.result()))
+        begun = threading.Lock()
+
+        def run() -> None:
+            if begun.acquire(blocking=False):
+                result = attempt()
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(done, result)
+
+        try:
+            self._loop.run_in_executor(self._executor, run)
+        except RuntimeError as error:  # no thread can be started; one that there is may have begun
+            if begun.acquire(blocking=False):
+                text = f"no thread for background work: {error}; raise TasksMax (ulimit -u)"
+                self._loop.call_soon(done, refusal(ErrorCode.OVERLOADED, text))
 
 
 class Rejections:

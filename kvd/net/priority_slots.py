@@ -24,6 +24,8 @@ class PrioritySlots(Generic[K]):
         self._urgent: dict[str, _Queue[K]] = {}
         """By owner."""
         self._patient: _Queue[K] = _Queue()
+        self._owners: dict[K, dict[str, None]] = {}
+        """Of each key that waits; a patient one has none."""
 
     def __contains__(self, key: K) -> bool:
         return key in self._in
@@ -36,20 +38,21 @@ class PrioritySlots(Generic[K]):
             return True
         for owner in owners:
             self._make_urgent(key, owner, party)
-        if not self.waits(key):
+        if key not in self._owners:
+            self._owners[key] = {}
             self._patient.put(key, party)
         return False
 
     def hurry(self, key: K, owner: str) -> None:
         """Makes a waiting key urgent, for this owner as well."""
-        for queue in (self._patient, *self._urgent.values()):
-            if key in queue:
-                self._make_urgent(key, owner, queue[key])
-                return
+        if key in self._owners:
+            first = next(iter(self._owners[key]), None)
+            queue = self._patient if first is None else self._urgent[first]
+            self._make_urgent(key, owner, queue.parties[key])
 
     def waits(self, key: K) -> bool:
         """Whether `key` waits for a slot."""
-        return any(key in queue for queue in (self._patient, *self._urgent.values()))
+        return key in self._owners
 
     def leave(self, key: K) -> None:
         """Frees the slot of a key; one that waits goes on waiting."""
@@ -58,15 +61,18 @@ class PrioritySlots(Generic[K]):
 
     def forget(self, key: K) -> None:
         """Frees the slot of a key, or takes it out of the queue."""
-        for queue in (*self._urgent.values(), self._patient):
-            queue.discard(key)
-        self._urgent = {owner: queue for owner, queue in self._urgent.items() if queue.parties}
+        self._patient.discard(key)
+        for owner in self._owners.pop(key, {}):
+            self._urgent[owner].discard(key)
+            if not self._urgent[owner].parties:
+                del self._urgent[owner]
         self.leave(key)
 
     def release(self, owner: str) -> None:
         """Keys that nobody but this owner is in a hurry for are not urgent any more."""
         for key, party in self._urgent.pop(owner, _Queue()).parties.items():
-            if not self.waits(key):
+            del self._owners[key][owner]
+            if not self._owners[key]:
                 self._patient.put(key, party)
 
     def next(self) -> K | None:
@@ -76,14 +82,15 @@ class PrioritySlots(Generic[K]):
         for owner, queue in self._urgent.items():
             if (key := queue.next(self._has_room)) is not None:
                 self._urgent[owner] = self._urgent.pop(owner)
-                self._run(key, queue[key])
+                self._run(key, queue.parties[key])
                 return key
         if (key := self._patient.next(self._has_room)) is not None:
-            self._run(key, self._patient[key])
+            self._run(key, self._patient.parties[key])
         return key
 
     def _make_urgent(self, key: K, owner: str, party: str) -> None:
         self._patient.discard(key)
+        self._owners.setdefault(key, {})[owner] = None
         self._urgent.setdefault(owner, _Queue()).put(key, party)
 
     def _run(self, key: K, party: str) -> None:
@@ -102,12 +109,6 @@ class _Queue(Generic[K]):
         self.parties: dict[K, str] = {}
         self._keys: dict[str, dict[K, None]] = {}
         """By party; the first is next."""
-
-    def __contains__(self, key: K) -> bool:
-        return key in self.parties
-
-    def __getitem__(self, key: K) -> str:
-        return self.parties[key]
 
     def put(self, key: K, party: str) -> None:
         if self.parties.get(key, party) != party:

@@ -39,3 +39,21 @@ async def test_work_of_one_executor_keeps_that_of_another_waiting_for_nothing():
         go_on.set()
         assert await asyncio.wait_for(asyncio.gather(*slow), MOMENT) == [True, True]
     await loop.shutdown_default_executor()
+
+
+async def test_work_for_which_no_thread_can_be_started_fails_and_is_not_done_later(monkeypatch):
+    loop, done = asyncio.get_running_loop(), []
+    with ThreadPoolExecutor(1) as threads:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", _refused)
+            refused = loop.create_future()
+            Background(loop, threads)(lambda: done.append("refused"), refused.set_result)
+            assert (await asyncio.wait_for(refused, MOMENT)).code is ErrorCode.OVERLOADED
+        later = loop.create_future()
+        Background(loop, threads)(lambda: done.append("later"), later.set_result)
+        await asyncio.wait_for(later, MOMENT)
+    assert done == ["later"]
+
+
+def _refused(_thread):
+    raise RuntimeError("can't start new thread")

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.net.priority_slots import PrioritySlots
+from kvd.net.priority_slots import PrioritySlots, _Queue
 
 
 def emptied(turns):
@@ -149,6 +149,19 @@ def test_however_many_wait_for_a_party_that_has_its_share_few_are_looked_at(monk
     looks.clear()
     assert turns.next() is None
     assert looks == ["slow"] * 2
+
+
+def test_however_many_owners_wait_a_key_is_taken_out_of_its_own_queues_alone(monkeypatch):
+    discarded, discard = [], _Queue.discard
+    monkeypatch.setattr(_Queue, "discard", lambda queue, key: discarded.append(key) or discard(queue, key))
+    turns = PrioritySlots(1)
+    for number in range(1000):
+        turns.enter(number, [f"o{number}"])
+    turns.leave(0)
+    discarded.clear()
+    turns.forget(500)
+    assert turns.next() == 1
+    assert len(discarded) == 4
 
 
 STEPS = st.sampled_from(["enter", "hurry", "leave", "forget", "release", "next"])

@@ -7,13 +7,13 @@ from functools import partial
 from kvd import limits
 from kvd.actors.completion.actor import CompletionActor, Session, Sessions
 from kvd.actors.gateway.admission import Admission
-from kvd.actors.gateway.specs import SpecReader
 from kvd.actors.leases.actor import LeasesActor
 from kvd.actors.pools.actor import PoolsActor
 from kvd.actors.pools.requests import AttachPool, DetachPool, Lent
 from kvd.actors.runtime.actor import Actor, Background, Component, call, run
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Deadlines
+from kvd.actors.runtime.specs import SpecReader
 from kvd.actors.scheduler.actor import SchedulerActor
 from kvd.errors import ErrorCode, KvdError, Unavailable, refusal
 from kvd.layout import CacheSpec
@@ -153,7 +153,7 @@ class Connections(Component):
         connection.worker = request.worker
         self._idle.unset(connection.number)
         then = partial(self._spec_read, event, request, quota)
-        self._specs.read(connection.number, connection.uid, request.spec, then)
+        self._specs.read(connection.number, str(connection.uid), request.spec, then)
 
     def _spec_read(self, event: SessionFrame, request: Attach, quota: int | None, spec: CacheSpec | KvdError) -> None:
         connection = self._by_number.get(event.connection)
@@ -277,7 +277,7 @@ class Connections(Component):
         if connection is None:
             return
         self._admission.leave(connection.uid, connection.number)
-        self._specs.closed(event.connection)
+        self._specs.forget(event.connection)
         self._idle.unset(event.connection)
         if connection.session is not None:
             self._end_session(connection, connection.session)

@@ -1,7 +1,6 @@
 """Checks what daemons say of themselves in their welcomes, and reads the specs in them beside the loop.
 
-Reading a spec takes up to 35 ms. One is read at a time, and parties take turns: one that sends many, by however many
-links, delays only itself.
+Parties take turns at that: one that sends many specs, by however many links, delays only itself.
 """
 
 from collections.abc import Callable
@@ -13,9 +12,9 @@ from msgspec import Struct, field
 from kvd import limits
 from kvd.actors.runtime.actor import Actor, Background
 from kvd.actors.runtime.pools import PeerPool
+from kvd.actors.runtime.specs import SpecReader
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.layout import CacheSpec
-from kvd.net.priority_slots import PrioritySlots
 from kvd.protocol.peer import PoolInfo, Welcome
 
 _ADDRESSES: Final = 1 << 63
@@ -73,13 +72,9 @@ class Introductions:
         actor: Actor,
         introduced: Callable[[int, Welcome, dict[str, PeerPool] | KvdError], None],
     ) -> None:
-        self._background = background
-        self._actor = actor
         self._introduced = introduced
         self._readings: dict[int, _Reading] = {}
-        self._slots: PrioritySlots[int] = PrioritySlots(1)
-        """Links: one whose spec is being read, and those that wait for that."""
-        self._specs: dict[bytes, CacheSpec] = {}
+        self._reader = SpecReader(background, actor, _KNOWN_SPECS)
 
     def __contains__(self, link: int) -> bool:
         return link in self._readings
@@ -90,49 +85,29 @@ class Introductions:
             self._introduced(link, welcome, {})
             return
         self._readings[link] = _Reading(welcome, party, list(welcome.pools))
-        if link not in self._slots:  # else it goes on once the thread has read a spec of the welcome before
+        if link not in self._reader:  # else it goes on once a spec of the welcome before is read
             self._go_on(link)
 
     def forget(self, link: int) -> None:
         """Drops the welcome of a peer that is not being greeted any more."""
         self._readings.pop(link, None)
-        if link not in self._slots:  # else its slot is free once the thread has read that spec
-            self._slots.forget(link)
+        self._reader.forget(link)
 
     def _go_on(self, link: int) -> None:
-        if self._is_left(link) and self._slots.enter(link, (self._readings[link].party,)):
-            self._read(link)
-
-    def _is_left(self, link: int) -> bool:
-        """Takes the specs of a welcome that are known; whether there is one then that is to be read."""
-        while (reading := self._readings.get(link)) is not None and reading.left[-1].spec in self._specs:
-            self._add(link, reading, self._specs[reading.left[-1].spec])
-        return reading is not None
-
-    def _read(self, link: int) -> None:
-        info = self._readings[link].left[-1]
-        work = partial(CacheSpec.decode, info.spec)
-        self._background(work, lambda result: self._actor.call(self._take, link, info, result))
+        """Takes the specs of a welcome that are known, and has the next one read."""
+        while (reading := self._readings.get(link)) is not None:
+            info = reading.left[-1]
+            known = self._reader.known(info.spec)
+            if known is None:
+                self._reader.read(link, reading.party, info.spec, partial(self._take, link, info))
+                return
+            self._add(link, reading, known)
 
     def _take(self, link: int, info: PoolInfo, result: CacheSpec | KvdError) -> None:
-        """One spec is read; the next one is another party's."""
-        self._slots.leave(link)
-        if isinstance(result, CacheSpec):
-            self._specs[info.spec] = result
-            if len(self._specs) > _KNOWN_SPECS:
-                del self._specs[next(iter(self._specs))]
-        self._actor.call(self._next)
-        self._actor.call(self._go_on, link)  # behind the other one
         reading = self._readings.get(link)
         if reading is not None and reading.left[-1] is info:
             self._add(link, reading, result)
-
-    def _next(self) -> None:
-        """Goes on with those that wait until a spec is to be read: each in a call, as a defect costs that one."""
-        if (link := self._slots.next()) is not None:
-            self._slots.leave(link)
-            self._actor.call(self._next)
-            self._go_on(link)
+        self._go_on(link)
 
     def _add(self, link: int, reading: _Reading, result: CacheSpec | KvdError) -> None:
         info = reading.left.pop()

@@ -42,6 +42,8 @@ class Grants:
         """A producer holds the lease of a transfer, or has been asked again and says so once more."""
         if transfer.granted or transfer.state not in (State.CLAIMING, State.READING, State.DRAINING):
             return
+        if transfer.pull.failing is not None:
+            return  # it would begin to read
         rank = transfer.rank
         if rank.generation not in (0, grant.generation) or rank.incarnation not in (0, grant.incarnation):
             text = f"the ticket names lease {rank.generation} of run {rank.incarnation} of {rank.daemon!r}"

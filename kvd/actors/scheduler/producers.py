@@ -105,23 +105,26 @@ class KnownRoutes:
         self._drop(lambda wanted: wanted.key[0] == epoch)
 
     def _drop(self, is_gone: Callable[[_Wanted], bool]) -> None:
-        self._drop_waiting(is_gone)
+        for wanted in self._drop_waiting(is_gone):
+            self._actor.call(self._made, wanted.number, None)  # whoever waits for it has it made again
         self._is_stale |= self._making is not None and is_gone(self._making)
 
-    def _drop_waiting(self, is_gone: Callable[[_Wanted], bool]) -> None:
+    def _drop_waiting(self, is_gone: Callable[[_Wanted], bool]) -> list[_Wanted]:
+        dropped = []
         for uid, waiting in list(self._waiting.items()):
             for wanted in [wanted for wanted in waiting.values() if is_gone(wanted)]:
-                del waiting[wanted.key]
+                dropped.append(waiting.pop(wanted.key))
             if not waiting:
                 del self._waiting[uid]
+        return dropped
 
     def _put_off(self, key: RouteKey, pull: Pull, make: Callable[[], Sources]) -> int:
         """Has the route made, if that is not to be done already; the number under which it is."""
         waiting = self._waiting.get(pull.pool.uid, {})
         if self._making is not None and self._making.key == key and not self._is_stale:
             return self._making.number
-        if key in waiting:
-            return waiting[key].number
+        if (known := waiting.get(key)) is not None:
+            return known.number
         if len(waiting) >= limits.MAX_ROUTES_WAITING:
             text = f"{len(waiting)} routes between layouts are being worked out for this user; try again later"
             raise refusal(ErrorCode.OVERLOADED, text)

@@ -3,10 +3,12 @@
 from collections import deque
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from kvd import limits
 from kvd.actors.gateway.admission import Rule
+from kvd.actors.runtime.actor import call
 from kvd.actors.runtime.pools import PeerPool, Pool
 from kvd.actors.scheduler import producers
 from kvd.actors.scheduler.producers import KnownRoutes
@@ -14,10 +16,11 @@ from kvd.actors.scheduler.routes import is_long
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
-from kvd.protocol.peer import Claim, Grant, Hello, Settle
+from kvd.protocol.peer import Claim, Grant, Held, Hello, PoolInfo, Settle
+from kvd.protocol.ticket import Ticket, TicketRank
 from kvd.protocol.types import Span
 from kvd.protocol.worker import Cancel, Cancelled, Failed, Pull
-from tests.actors.stage import Stage, ids, make_ticket, welcome_of
+from tests.actors.stage import SECRET, Stage, ids, make_ticket, welcome_of
 from tests.simulator.virtual.cache import make_cache
 
 SHORT = 1 << 20
@@ -239,6 +242,37 @@ def test_a_grant_of_a_pool_that_was_registered_anew_waits_for_the_route_from_tha
     make_route(stage)
     assert len(stage.reads) == 1
     assert is_idle(stage)
+
+
+def test_a_route_that_waits_is_asked_for_again_if_another_producer_of_the_pull_is_lost_meanwhile(stage, monkeypatch):
+    """That one has done its part, so the pull does not fail with it."""
+    halves = [make_cache("flash-hnd", rank, 2, num_blocks=8, block_tokens=2, groups=1) for rank in range(2)]
+
+    def welcome(name, *, epoch=1):
+        half = halves["ab".index(name)]
+        pool = PoolInfo("there", epoch, bytes(8), half.spec.pool_bytes, half.raw)
+        return msgspec.structs.replace(welcome_of(), daemon=name, agent=f"{name}#1", pools=(pool,))
+
+    ranks = tuple(TicketRank(name, f"tcp://{name}:1", 0, "there", "o", 0, SECRET) for name in "ab")
+    ticket = Ticket(4, ranks, ((Span(0, 0, ids(0, 1)),),)).encode()
+    stage.request(Pull(2, "p", ticket, (Span(0, 0, ids(2, 3)),), 600.0))
+    for link, name in enumerate("ab", 1):
+        stage.peer_says(welcome(name), link)
+    make_route(stage)
+    claims = {to: message.claim for to, message in stage.to_peers if isinstance(message, Claim)}
+    stage.peer_says(Grant(claims[2], 7, 1, 5), 2)
+    stage.landed(stage.reads[-1].read)
+    stage.peer_says(Held(claims[2]), 2)
+    pull_of(stage, 1, "q", (4, 5))  # its route is made first
+    stage.peer_says(welcome_of(), 3)
+    stage.peer_says(Grant(claims[1], 7, 2, 5), 1)
+    stage.peer_says(welcome("a", epoch=2), 1)
+    assert len(routes(stage)._waiting) == 1
+    call(stage.actors.scheduler.peer_down, "tcp://b:1", "silent")
+    stage.run()
+    make_route(stage)
+    make_route(stage)
+    assert [read.agent for read in stage.reads] == ["b#1", "a#1"]
 
 
 def test_a_route_to_large_blocks_of_our_own_is_long_too(stage, monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 
 from kvd import limits
 from kvd.actors.runtime.actor import call
+from kvd.errors import ErrorCode, InternalError
 from kvd.net.interface import PeerAnswered, WorkerFrame
 from kvd.protocol import codec
 from kvd.protocol.peer import Broken, Claim, Grant
@@ -95,6 +96,25 @@ def test_grants_of_a_pool_that_was_registered_anew_are_used_some_at_a_time(stage
     sizes = sizes_of(stage.actors.scheduler.unrouted._ready, monkeypatch)
     stage.peer_says(welcome_of(epoch=2))
     assert sizes == TWO_AT_A_TIME
+
+
+def test_pulls_whose_new_route_fails_begin_no_read_before_their_turn_to_fail(stage, monkeypatch):
+    works = []
+    for number in range(PULLS):
+        stage.pull(f"p{number}", blocks=(number,), offered=(0, 1), timeout=60.0)
+    stage.peer_says(welcome_of())
+    stage.actors.scheduler._producers.routes._background = lambda work, done: works.append((work, done))
+    monkeypatch.setattr(limits, "MAX_ROUTED_AT_ONCE", 0)
+    for number in range(1, PULLS + 1):
+        stage.peer_says(Grant(number, 7, 2, 5))
+    stage.peer_says(welcome_of(epoch=2))
+    [(_, done)] = works
+    done(InternalError(ErrorCode.INTERNAL, "no memory"))
+    monkeypatch.setattr(limits, "MAX_ROUTED_AT_ONCE", 1 << 30)  # another pull may have had it made
+    stage.peer_says(Grant(PULLS, 7, 2, 5))  # said again
+    assert stage.reads == []
+    assert len(codes(stage)) == PULLS
+    assert not any(item.quarantined for item in stage.notified)
 
 
 def test_leases_that_break_together_end_their_pulls_some_at_a_time(stage, monkeypatch):

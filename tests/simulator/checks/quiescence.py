@@ -164,7 +164,7 @@ _KEPT = {
     "gateway._admission._once._seen": "culprits that were logged; their number is bounded",
     "leases.claims._answers._once._seen": "the same",
     "scheduler.transfers._refusals._once._seen": "the same",
-    "handshake._introductions._specs": "those read last; their number is bounded",
+    "handshake._introductions._reader._known": "those read last; their number is bounded",
     "PeerServer._told": "the pools that somebody was told of: those that are attached, at most",
     "PeerServer._welcomes": "one frame for all that may read the same pools",
     "leases.claims._answers._wrong_proofs._rates": "one of each peer with wrong proofs lately",
