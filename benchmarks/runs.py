@@ -36,6 +36,8 @@ def _figures(document: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for row in document.get("transfers", ()):
         case = row["case"]
         blocks = f"{size(row['bytes'])} in {case['count']} x {size(case['block_bytes'])}"
+        if (layers := case.get("layers", 1)) > 1:
+            blocks += f" for each of {layers} layers"
         name = f"{blocks} {'scattered' if case['scattered'] else 'adjacent'}"
         yield f"{name}: throughput / raw NIXL's", row["ratio"]
         yield f"{name}: a pull, us", row["kvd"] * 1e6

@@ -67,16 +67,17 @@ class Measured:
 
 
 def cases(*, quick: bool) -> list[Case]:
-    """From one 16 KiB block to 256 MiB; 64 MiB in blocks of every size, scattered."""
+    """From one 16 KiB block to 256 MiB; 64 MiB in blocks of every size, scattered; and a prompt's in 16 layers."""
     sizes = [(16 * KIB, 1, True)]
     for block_bytes, count in ((16 * KIB, 64), (16 * KIB, 1024), (256 * KIB, 4), (256 * KIB, 64)):
         sizes += [(block_bytes, count, False), (block_bytes, count, True)]
     sizes += [(block_bytes, 64 * MIB // block_bytes, True) for block_bytes in (4 * KIB, 16 * KIB, 64 * KIB)]
     for count in (256, 1024):
         sizes += [(256 * KIB, count, False), (256 * KIB, count, True)]
+    prompt = Case(128 * KIB, 38, False, _rounds(38 * 16 * 128 * KIB, quick), layers=16)
     return [
-        Case(block_bytes, count, scattered, _rounds(block_bytes * count, quick))
-        for block_bytes, count, scattered in sizes
+        *(Case(blocks, count, scattered, _rounds(blocks * count, quick)) for blocks, count, scattered in sizes),
+        prompt,
     ]
 
 

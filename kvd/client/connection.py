@@ -1,15 +1,15 @@
 """A worker's two sockets, both non-blocking: its session, and its requests once attached."""
 
 import contextlib
+import errno
 import os
 import socket
 from enum import Enum, auto
 
-import zmq
-
 from kvd import foreign
+from kvd.client.dealer import Dealer
 from kvd.errors import ErrorCode, KvdError, Unavailable, error_from_code, refusal
-from kvd.net.options import Kind, apply, is_readable
+from kvd.net.options import LINGER_MS
 from kvd.net.stream import FrameStream
 from kvd.net.unix import MAX_PATH_BYTES, Credentials, credentials, readable
 from kvd.protocol import codec
@@ -38,32 +38,30 @@ class Connection:
             raise refusal(ErrorCode.BAD_CONFIG, text)
         self.phase = Phase.DOWN
         self._path = path
-        self._context = zmq.Context()
         self._stream: FrameStream | None = None
-        self._dealer: zmq.Socket[bytes] | None = None
+        self._dealer: Dealer | None = None
         self._daemon: int | None = None
         """It tells of the end of the processes that last lent the pool, with which it came."""
         self._connected_to: Credentials | None = None
         """Who listened where the session was opened last."""
         self._lent_by: Credentials | None = None
         """Who listened where the pool was lent last."""
-        self._unread = False
-        """Whether frames may wait that ZMQ's descriptor, which reports a change only once, has reported already."""
 
     def filenos(self) -> tuple[int, ...]:
         """Descriptors to wait on for reading, the session first; they change with `phase`."""
         session = () if self._stream is None else (self._stream.fileno(),)
-        return session if self._dealer is None else (*session, int(self._dealer.getsockopt(zmq.FD)))
+        return session if self._dealer is None else (*session, self._dealer.fileno())
 
     @property
     def unread(self) -> bool:
-        """Whether to `receive` before waiting: what has arrived already does not wake up the descriptors."""
-        return self._unread
+        """Whether to `receive` before waiting: what has been read already does not wake up the descriptors."""
+        return self._dealer is not None and self._dealer.unread
 
     @property
     def unsent(self) -> bool:
-        """Whether a part of the session's last frame waits for room: call `flush` soon."""
-        return self._stream is not None and self._stream.waiting > 0
+        """Whether a part of a frame waits for room: call `flush` soon."""
+        is_stream = self._stream is not None and self._stream.waiting > 0
+        return is_stream or (self._dealer is not None and self._dealer.unsent)
 
     def open(self, attach: Attach, descriptor: int | None) -> None:
         """Connects and requests the pool, with the `descriptor` of the one that was kept, if there is one.
@@ -103,10 +101,12 @@ class Connection:
         return self._daemon is not None and readable(self._daemon)
 
     def flush(self) -> None:
-        """Sends more of the session's last frame; `receive_session` reports a loss."""
+        """Sends more of what waits; what receives reports a loss."""
         if self._stream is not None:
             with contextlib.suppress(OSError, Unavailable):
                 self._stream.flush()
+        if self._dealer is not None:
+            self._dealer.flush()
 
     def receive_session(self) -> tuple[Attached, int, int] | Detached | None:
         """The daemon's answer on the session: the pool, its descriptor and the pidfd; or its end. None if none yet.
@@ -142,26 +142,25 @@ class Connection:
 
         Raises:
             BadRequest: `BAD_MESSAGE`, the endpoint is invalid.
-            Unavailable: `OVERLOADED`, no descriptor is left.
+            Unavailable: `OVERLOADED`, no descriptor is left; `DAEMON_LOST`, nobody listens there.
 
         """
         self._close_dealer()
+        scheme, _, path = attached.endpoint.partition("://")
+        if scheme != "ipc" or not 0 < len(os.fsencode(path)) <= MAX_PATH_BYTES or "\0" in path:
+            raise refusal(ErrorCode.BAD_MESSAGE, f"the daemon's endpoint {attached.endpoint!r} is no ipc://path")
         try:
-            self._dealer = self._context.socket(zmq.DEALER)
-        except zmq.ZMQError as error:
-            text = f"no socket for requests: {error}; close descriptors of this process, or raise its limit (ulimit -n)"
-            raise refusal(ErrorCode.OVERLOADED, text) from error
-        apply(self._dealer, Kind.WORKER_DEALER)
-        try:
-            self._dealer.setsockopt(zmq.ROUTING_ID, attached.session)
-            self._dealer.connect(attached.endpoint)
-        except zmq.ZMQError as error:
-            raise refusal(ErrorCode.BAD_MESSAGE, f"the daemon's endpoint {attached.endpoint!r}: {error}") from error
+            self._dealer = Dealer(path, attached.session)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                text = f"no socket for requests: {error}; close descriptors of this process, or raise its limit"
+                raise refusal(ErrorCode.OVERLOADED, f"{text} (ulimit -n)") from error
+            text = f"cannot connect to {attached.endpoint}: {error.strerror or error}"
+            raise refusal(ErrorCode.DAEMON_LOST, text) from error
         if self._daemon is not None:
             os.close(self._daemon)
         self._daemon, self._lent_by = process, self._connected_to
         self.phase = Phase.ATTACHED
-        self._unread = True
 
     def detach(self) -> None:
         """Asks the daemon to take the pool back; `receive_session` returns its answer."""
@@ -171,24 +170,17 @@ class Connection:
 
     def send(self, frame: bytes) -> bool:
         """Sends a request; False if the queue is full or there is no connection."""
-        if self._dealer is None:
-            return False
-        self._unread = True
-        try:
-            self._dealer.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        return self._dealer is not None and self._dealer.send(frame)
 
     def receive(self) -> bytes | None:
-        """The daemon's next frame, or None. A message in several parts is returned as an empty frame."""
-        if self._dealer is None:
-            return None
-        self._unread = is_readable(self._dealer)
-        if not self._unread:
-            return None
-        parts = self._dealer.recv_multipart(zmq.NOBLOCK)
-        return parts[0] if len(parts) == 1 else b""
+        """The daemon's next frame; None if none has come.
+
+        Raises:
+            Unavailable: `DAEMON_LOST`, the connection has ended.
+            BadRequest: what came is no frame.
+
+        """
+        return None if self._dealer is None else self._dealer.receive()
 
     def discard(self, descriptor: int) -> None:
         """Closes a descriptor that the daemon sent along."""
@@ -207,20 +199,16 @@ class Connection:
 
         The session ends last: if its end overtook an offer, the daemon would drop the offer.
         """
-        if self._dealer is not None:
-            self._dealer.close()
-            self._dealer = None
-        self._context.term()
+        self._close_dealer(LINGER_MS / 1000)
         self.drop()
         if self._daemon is not None:
             os.close(self._daemon)
             self._daemon = None
 
-    def _close_dealer(self) -> None:
+    def _close_dealer(self, seconds: float = 0.0) -> None:
         if self._dealer is not None:
-            self._dealer.close(0)
+            self._dealer.close(seconds)
             self._dealer = None
-        self._unread = False
 
 
 def _describe(who: Credentials) -> str:

@@ -29,6 +29,9 @@ FIRST_RETRY_SECONDS = 0.01
 LAST_RETRY_SECONDS = 0.5
 """The pause between attempts to connect again doubles from the first to the last."""
 
+UNSENT_SECONDS = 0.001
+"""How soon to try again what had no room: a socket has some for 0.2 MiB, a request may have 4."""
+
 STABLE_SECONDS = 1.0
 """After a session that lasted this long, the client connects again at once."""
 
@@ -141,6 +144,8 @@ class Driver:
         """Does all that can be done now without waiting. Returns whether anything came, for whoever waits."""
         came = False
         if self._connection.phase is Phase.ATTACHED:
+            if self._connection.unsent:
+                self._connection.flush()
             ready = self._poller.poll(0)
             if self._connection.unread or ready:
                 came = self._receive(now, session=self._watched[0] in dict(ready))
@@ -165,7 +170,7 @@ class Driver:
             return
         seconds = min(until, self.next_timer()) - time.monotonic()
         if self.unsent:
-            seconds = min(seconds, FIRST_RETRY_SECONDS)
+            seconds = min(seconds, UNSENT_SECONDS)
         if seconds > 0:
             self._poller.poll(min(seconds, 3600.0) * 1000)
 
@@ -227,8 +232,11 @@ class Driver:
                         self._receive_session(now)  # last, so that the daemon's final frames come before its end
                     return session or number > 0
                 self.core.on_frame(frame, now)
-        except BadRequest as error:
-            self._drop(error, now)
+        except (BadRequest, Unavailable) as error:
+            if session and isinstance(error, Unavailable):
+                self._receive_session(now)  # it may say why
+            if self.connected:
+                self._drop(error, now)
         return True
 
     def _receive_session(self, now: float) -> None:

@@ -9,23 +9,18 @@ from kvd import limits
 
 
 class Kind(Enum):
-    """The kinds of ZMQ socket that have options here; a daemon's end for workers is `kvd.net.local.request_socket`."""
+    """The kinds of sockets of libzmq's; between a worker and its daemon there is none (`kvd.net.local.zmtp`)."""
 
-    WORKER_DEALER = "a worker's end, ipc"
     PEER_ROUTER = "the daemon's end for peers that connect to it, tcp or ipc"
     PEER_DEALER = "the daemon's end for a peer it connects to, tcp or ipc"
     ENGINE_PUSH = "an engine's end for the control socket of another, tcp"
 
 
-_DEALERS: Final = (Kind.WORKER_DEALER, Kind.PEER_DEALER)
-_CONNECTING: Final = (*_DEALERS, Kind.ENGINE_PUSH)
-_PEERS: Final = (Kind.PEER_ROUTER, Kind.PEER_DEALER, Kind.ENGINE_PUSH)
+_CONNECTING: Final = (Kind.PEER_DEALER, Kind.ENGINE_PUSH)
 _ALL: Final = tuple(Kind)
 
 LINGER_MS: Final = 200
 SEND_MESSAGES: Final = 4096
-RECEIVE_MESSAGES: Final = 1024
-"""In a worker, from its daemon: an engine may look only once per step."""
 RECEIVE_REQUESTS: Final = 64
 """In a daemon, from one peer that connected: 64 MiB, as a request has at most 1 MiB."""
 RECEIVE_LARGE: Final = 16
@@ -47,7 +42,7 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
     (
         zmq.MAXMSGSIZE,
         limits.MAX_MESSAGE_BYTES,
-        _DEALERS,
+        (Kind.PEER_DEALER,),
         "a larger frame costs its sender the connection before the memory is taken",
     ),
     (
@@ -60,14 +55,8 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
         zmq.SNDHWM,
         SEND_MESSAGES,
         _ALL,
-        "messages waiting for one reader: as many as a worker has requests; sending to a full queue fails. Messages to "
-        "a peer have a few KiB each, what offers have grown by 64 KiB, and welcomes share one copy",
-    ),
-    (
-        zmq.RCVHWM,
-        RECEIVE_MESSAGES,
-        (Kind.WORKER_DEALER,),
-        "unread messages: beyond it the daemon's queue fills, and it keeps what was not acknowledged",
+        "messages waiting for one reader; sending to a full queue fails. Messages to a peer have a few KiB each, what "
+        "offers have grown by 64 KiB, and welcomes share one copy",
     ),
     (
         zmq.RCVHWM,
@@ -106,13 +95,13 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
     (
         zmq.TCP_MAXRT,
         UNANSWERED_MS,
-        _PEERS,
+        _ALL,
         "if a peer vanished (power, partition) and has not acknowledged a ping for this long, connect anew",
     ),
-    (zmq.TCP_KEEPALIVE, 1, _PEERS, "middleboxes drop connections that stay idle"),
-    (zmq.TCP_KEEPALIVE_IDLE, 30, _PEERS, "seconds; below common middleboxes' idle limits"),
-    (zmq.TCP_KEEPALIVE_INTVL, 10, _PEERS, "seconds; pings notice a loss sooner"),
-    (zmq.TCP_KEEPALIVE_CNT, 3, _PEERS, "tolerates a few lost packets"),
+    (zmq.TCP_KEEPALIVE, 1, _ALL, "middleboxes drop connections that stay idle"),
+    (zmq.TCP_KEEPALIVE_IDLE, 30, _ALL, "seconds; below common middleboxes' idle limits"),
+    (zmq.TCP_KEEPALIVE_INTVL, 10, _ALL, "seconds; pings notice a loss sooner"),
+    (zmq.TCP_KEEPALIVE_CNT, 3, _ALL, "tolerates a few lost packets"),
     (
         zmq.CONNECT_TIMEOUT,
         CONNECT_TIMEOUT_MS,
@@ -126,7 +115,7 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
         _CONNECTING,
         "the pause doubles up to this; an absent peer costs two packets a second",
     ),
-    (zmq.IPV6, 1, _PEERS, "allows addresses of both families"),
+    (zmq.IPV6, 1, _ALL, "allows addresses of both families"),
 )
 
 

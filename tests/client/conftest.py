@@ -95,6 +95,10 @@ class ScriptedDaemon:
         """Ends the session of the worker that attached last."""
         self._call(lambda: self._port.close_session(self.sessions[-1][0]))
 
+    def hang_up_on_requests(self) -> None:
+        """Ends the other connection of the worker that attached last, which must have sent something before."""
+        self._call(self._port._requests.by_routing_id[self.sessions[-1][1]].close)
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Meanwhile it reads nothing, as if it were paused; connections and bytes wait in the kernel."""

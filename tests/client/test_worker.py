@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-import zmq
 
 from kvd import limits
 from kvd.client import (
@@ -33,11 +32,11 @@ from kvd.client import (
     connection,
     waits,
 )
+from kvd.client.dealer import Dealer
 from kvd.client.requests import inbox
 from kvd.client.requests.inbox import ACKNOWLEDGE_SECONDS
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import SessionClosed
-from kvd.net.options import Kind, apply
 from kvd.net.unix import Credentials
 from kvd.protocol import worker as wire
 from kvd.protocol.status import Totals
@@ -791,16 +790,16 @@ class TestWithoutDescriptors:
 
     @pytest.fixture(autouse=True)
     def refused(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """How many more sockets of workers ZMQ refuses."""
-        left, make = [0], zmq.Context.socket
+        """How many more sockets for requests the kernel refuses."""
+        left = [0]
 
-        def refuse(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-            if kind == zmq.DEALER and left[0]:
+        def make(path: str, routing_id: bytes) -> Dealer:
+            if left[0]:
                 left[0] -= 1
-                raise zmq.ZMQError(errno.EMFILE)
-            return make(context, kind)
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return Dealer(path, routing_id)
 
-        monkeypatch.setattr(connection.zmq.Context, "socket", refuse)
+        monkeypatch.setattr(connection, "Dealer", make)
         return left
 
     def test_the_first_attach_is_tried_again(self, daemon: ScriptedDaemon, refused: list[int]) -> None:
@@ -864,6 +863,17 @@ class TestGarbage:
         assert wait_for(worker, 1) == [Done("req-1")]
 
 
+def test_a_worker_whose_connection_for_requests_alone_ends_attaches_again(
+    daemon: ScriptedDaemon, worker: Worker
+) -> None:
+    worker.offer_nowait("offer-1", tokens=48, blocks=BLOCKS, ttl=30.0)
+    daemon.expect(wire.Offer)
+    daemon.hang_up_on_requests()
+    lost, back = wait_for(worker, 2)
+    assert isinstance(lost, Disconnected)
+    assert back == Reattached(1, same=True)
+
+
 def test_an_offer_of_the_last_moment_gets_out_before_the_session_ends(daemon: ScriptedDaemon) -> None:
     for number in range(20):
         with Worker.attach(daemon.path, name=f"prefill-{number}", spec=Spec(), timeout=MOMENT) as worker:
@@ -876,14 +886,7 @@ def test_an_offer_of_the_last_moment_gets_out_before_the_session_ends(daemon: Sc
         daemon.expect(SessionClosed)
 
 
-def test_an_offer_of_a_worker_that_was_not_connected_yet_gets_out_too(
-    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def patient(dealer: "zmq.Socket[bytes]", kind: Kind) -> None:
-        apply(dealer, kind)
-        dealer.setsockopt(zmq.LINGER, int(1000 * MOMENT))  # `LINGER_MS` is for a daemon that is not busy
-
-    monkeypatch.setattr(connection, "apply", patient)
+def test_an_offer_of_a_worker_that_was_not_accepted_yet_gets_out_too(daemon: ScriptedDaemon) -> None:
     with Worker.attach(daemon.path, name="prefill-0", spec=Spec(), timeout=MOMENT) as worker:
         worker.offer_nowait("offer-1", tokens=48, blocks=BLOCKS, ttl=30.0)
     heard = [type(daemon.inbox.get(timeout=MOMENT)) for _ in range(2)]

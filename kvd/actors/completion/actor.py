@@ -146,13 +146,15 @@ class CompletionActor(Actor):
         self._draining = False
 
     def notify(self, worker: str, item: Notification) -> None:
-        """Keeps a notification and sends it, together with those that come right behind it."""
+        """Keeps a notification and sends it: at once, or with those of what waits to be done."""
         log = self._logs.get(worker)
         if log is None:
             return  # the worker has detached: nobody waits for it
         log.items.append(item)
         self._set_full(log)
-        if not log.flushing:
+        if not log.flushing and self._dispatcher.idle:
+            self._flush(log)
+        elif not log.flushing:
             log.flushing = True
             self.call(self._flush, log)
         self.call(self._context.metrics.notifications.inc)  # not before it is sent

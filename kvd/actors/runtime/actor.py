@@ -132,6 +132,11 @@ class Dispatcher:
         finally:
             self._resuming = False
 
+    @property
+    def idle(self) -> bool:
+        """Whether no call waits."""
+        return not self._queue
+
     def put(self, actor: "Actor", method: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Queues a call of `actor`."""
         self._queue.append((actor, method, arguments))

@@ -1,6 +1,7 @@
 """The pools that pulls write to: which of their blocks are busy or in quarantine, and how much is open."""
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvd import limits
 from kvd.actors.runtime.context import ActorContext
@@ -11,8 +12,7 @@ from kvd.errors import ErrorCode, refusal
 _HOLDS = (Hold.PULLING, Hold.QUARANTINED)
 
 
-@dataclass(slots=True)
-class _Open:
+class _Open(Struct):
     """The size of all pulls into one pool whose blocks have not been given back."""
 
     pulls: int = 0

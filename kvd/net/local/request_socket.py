@@ -95,6 +95,7 @@ class _Connection(FrameReader[zmtp.Received]):
         self._unsent = bytearray()
         self._unsent_pongs = 0
         self._flushing = False
+        """Whether the loop tells when there is room for more."""
         self._deadline = self.loop.call_later(HANDSHAKE_MS / 1000, self.close)
         self._queue(zmtp.GREETING)
 
@@ -175,15 +176,15 @@ class _Connection(FrameReader[zmtp.Received]):
     def _queue(self, *parts: bytes) -> None:
         for part in parts:
             self._unsent += part
-        if not self._flushing:  # later, so that what is sent in one turn takes one call to the kernel
-            self._flushing = True
-            self.loop.call_soon(self._flush)
+        if not self._flushing:
+            self._flush()
 
     def _flush(self) -> None:
         if self.socket.fileno() < 0:
             return
-        if self.flush():
+        if not self.flush():
+            self._flushing = True
+            self.loop.add_writer(self.socket.fileno(), self._flush)
+        elif self._flushing:
             self._flushing = False
             self.loop.remove_writer(self.socket.fileno())
-        else:
-            self.loop.add_writer(self.socket.fileno(), self._flush)

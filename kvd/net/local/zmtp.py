@@ -1,4 +1,4 @@
-"""Decodes ZMTP 3 without security, as a ROUTER hears it from DEALERs: bytes in, frames out, no I/O.
+"""ZMTP 3 without security, between a daemon's ROUTER and its workers' DEALERs: bytes in, frames out, no I/O.
 
 The protocol is https://rfc.zeromq.org/spec/23 and /37. libzmq's own ROUTER cannot be bounded: it keeps the parts of a
 message until the last one arrives, however many there are, and routing ids as large as a message. Here a message has
@@ -22,9 +22,10 @@ _PING: Final = b"\x04PING"
 
 
 class Ready(NamedTuple):
-    """The peer's half of the handshake, with its routing id; answer it with `WELCOME`."""
+    """The other end's half of the handshake; a ROUTER answers it with `WELCOME`."""
 
     routing_id: bytes
+    """Empty if it is a ROUTER."""
 
 
 class Ping(NamedTuple):
@@ -51,16 +52,24 @@ def pong(ping: Ping) -> bytes:
     return command(b"\x04PONG" + ping.context)
 
 
+_TYPE: Final = b"\x0bSocket-Type\x00\x00\x00\x06"
 GREETING: Final = (b"\xff" + bytes(8) + b"\x7f\x03\x01NULL").ljust(GREETING_BYTES, b"\0")
-WELCOME: Final = command(_READY + b"\x0bSocket-Type\x00\x00\x00\x06ROUTER")
-"""Our half of the handshake. A DEALER that never gets it keeps its messages for its next connection."""
+WELCOME: Final = command(_READY + _TYPE + b"ROUTER")
+"""A ROUTER's half of the handshake. libzmq's DEALER that never gets it keeps its messages for its next connection."""
+
+
+def hello(routing_id: bytes) -> bytes:
+    """All that a DEALER says before its first message."""
+    size = len(routing_id).to_bytes(4, "big")
+    return GREETING + command(_READY + _TYPE + b"DEALER\x08Identity" + size + routing_id)
 
 
 class Decoder:
-    """Decodes what one DEALER sends; holds at most one unfinished frame."""
+    """Decodes what one DEALER sends, or with `of_router` one ROUTER; holds at most one unfinished frame."""
 
-    def __init__(self, max_message_bytes: int) -> None:
+    def __init__(self, max_message_bytes: int, *, of_router: bool = False) -> None:
         self._max_message_bytes = max_message_bytes
+        self._of_router = of_router
         self._bytes = bytearray()
         self._greeted = self._ready = False
 
@@ -73,8 +82,8 @@ class Decoder:
         """What `data` completes: `Ready` first, then messages and heartbeats.
 
         Raises:
-            BadRequest: `TOO_LARGE`, a frame or routing id above its bound; `BAD_MESSAGE`, anything else that a DEALER
-                with a routing id would not send, or a message in several parts. Drop the connection.
+            BadRequest: `TOO_LARGE`, a frame or routing id above its bound; `BAD_MESSAGE`, anything else that a ROUTER
+                or a DEALER with a routing id would not send, or a message in several parts. Drop the connection.
 
         """
         self._bytes += data
@@ -107,8 +116,11 @@ class Decoder:
             return Ping(body[len(_PING) + 2 :])  # behind the time to live, which is the sender's business
         if self._ready or not is_command or not body.startswith(_READY):
             raise _bad(f"{body[:8]!r} where {'a message or PING' if self._ready else 'READY'} is due")
+        routing_id = _routing_id(body)
+        if not routing_id and not self._of_router:
+            raise _bad("no routing id; a worker's is the session id that `Attached` gave it")
         self._ready = True
-        return Ready(_routing_id(body))
+        return Ready(routing_id)
 
     def _greet(self, greeting: bytes) -> None:
         # The minor version and the eight bytes after the first one are free.
@@ -134,8 +146,6 @@ def _routing_id(ready: bytes) -> bytes:
         if ready[at + 1 : name].lower() == b"identity":
             routing_id = ready[name + 4 : end]
         at = end
-    if not routing_id:
-        raise _bad("no routing id; a worker's is the session id that `Attached` gave it")
     if len(routing_id) > MAX_ROUTING_ID_BYTES:
         text = f"a routing id of {len(routing_id)} bytes, the bound is {MAX_ROUTING_ID_BYTES}"
         raise refusal(ErrorCode.TOO_LARGE, text)

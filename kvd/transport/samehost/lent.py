@@ -30,9 +30,10 @@ from kvd.transport.slices import U64
 
 MapPool = Callable[[ExportedPool, int], "MappedPool"]
 
-LARGE: Final = limits.MIB
-"""Bytes of a piece from which a call for it alone costs less than its pages do: a long read of scattered 256 KiB took
-1 ms more by such calls, one in slices of 4 MiB 1 ms less (`kvd bench`)."""
+LARGE: Final = 512 * limits.KIB
+"""Bytes of a piece from which a call for it alone costs less than its pages do. A long read of scattered 256 KiB takes
+1 ms more by such calls (`kvd bench`); where slices of 4 MiB cut 4.75 MiB a layer, pieces between this and 1 MiB cost a
+pull of 76 MiB 0.3 ms of 6 when they were copied out of the mapping (its last row)."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.pread.restype = ctypes.c_ssize_t

@@ -54,12 +54,6 @@ def copy_few(pieces: Sequence[tuple[int, int, int]]) -> None:
     _read(os.getpid(), local.buffer_info()[0], remote.buffer_info()[0], len(pieces), size)
 
 
-class _Piece(ctypes.Structure):
-    """`struct iovec`."""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
 class ProcessMemory:
     """The memory of the process that listens at the other end of `connected`.
 
@@ -83,12 +77,12 @@ class ProcessMemory:
             OSError: it has ended, or its memory may not be read.
 
         """
-        found = ctypes.create_string_buffer(size)
-        here, there = _Piece(ctypes.addressof(found), size), _Piece(address, size)
-        _read(self._pid, ctypes.addressof(here), ctypes.addressof(there), 1, size)
+        found = array("B", bytes(size))
+        here, there = array("Q", found.buffer_info()), array("Q", (address, size))
+        _read(self._pid, here.buffer_info()[0], there.buffer_info()[0], 1, size)
         if readable(self._descriptor):
             raise OSError(errno.ESRCH, "the process has ended")  # and its number may be another's
-        return found.raw
+        return found.tobytes()
 
     def close(self) -> None:
         """Forgets the process."""
