@@ -9,12 +9,15 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from kvd.client.driver import UNSENT_SECONDS, Driver
+from kvd.client.driver import Driver
 from kvd.client.events import Blocks, Event
 from kvd.client.session import Spec
 from kvd.client.waits import WaitingSession, Waits
 
 T = TypeVar("T")
+
+UNSENT_SECONDS = 0.01
+"""How soon to try again what a full queue did not take."""
 
 
 class AsyncWorker(WaitingSession):

@@ -21,6 +21,8 @@ class Phase(Enum):
 
     DOWN = auto()
     ATTACHING = auto()
+    JOINING = auto()
+    """It has the pool, and no answer on the request socket yet: what is sent there now may be lost."""
     ATTACHED = auto()
 
 
@@ -54,14 +56,13 @@ class Connection:
 
     @property
     def unread(self) -> bool:
-        """Whether to `receive` before waiting: what has been read already does not wake up the descriptors."""
+        """Whether to `receive` before waiting: what has been read already makes no descriptor readable."""
         return self._dealer is not None and self._dealer.unread
 
     @property
     def unsent(self) -> bool:
-        """Whether a part of a frame waits for room: call `flush` soon."""
-        is_stream = self._stream is not None and self._stream.waiting > 0
-        return is_stream or (self._dealer is not None and self._dealer.unsent)
+        """Whether a part of the session's last frame waits for room: call `flush` soon."""
+        return self._stream is not None and self._stream.waiting > 0
 
     def open(self, attach: Attach, descriptor: int | None) -> None:
         """Connects and requests the pool, with the `descriptor` of the one that was kept, if there is one.
@@ -101,12 +102,10 @@ class Connection:
         return self._daemon is not None and readable(self._daemon)
 
     def flush(self) -> None:
-        """Sends more of what waits; what receives reports a loss."""
+        """Sends more of the session's last frame; `receive_session` reports a loss."""
         if self._stream is not None:
             with contextlib.suppress(OSError, Unavailable):
                 self._stream.flush()
-        if self._dealer is not None:
-            self._dealer.flush()
 
     def receive_session(self) -> tuple[Attached, int, int] | Detached | None:
         """The daemon's answer on the session: the pool, its descriptor and the pidfd; or its end. None if none yet.
@@ -140,14 +139,17 @@ class Connection:
     def attach(self, attached: Attached, process: int) -> None:
         """Connects the request socket with the session id from the daemon; owns the pidfd `process` if that succeeds.
 
+        `join` follows.
+
         Raises:
             BadRequest: `BAD_MESSAGE`, the endpoint is invalid.
             Unavailable: `OVERLOADED`, no descriptor is left; `DAEMON_LOST`, nobody listens there.
 
         """
         self._close_dealer()
-        scheme, _, path = attached.endpoint.partition("://")
-        if scheme != "ipc" or not 0 < len(os.fsencode(path)) <= MAX_PATH_BYTES or "\0" in path:
+        self._lent_by = self._connected_to  # before anything can fail: the pool is mapped
+        scheme, _, path = attached.endpoint.encode().partition(b"://")
+        if scheme != b"ipc" or not 0 < len(path) <= MAX_PATH_BYTES or b"\0" in path:
             raise refusal(ErrorCode.BAD_MESSAGE, f"the daemon's endpoint {attached.endpoint!r} is no ipc://path")
         try:
             self._dealer = Dealer(path, attached.session)
@@ -159,8 +161,19 @@ class Connection:
             raise refusal(ErrorCode.DAEMON_LOST, text) from error
         if self._daemon is not None:
             os.close(self._daemon)
-        self._daemon, self._lent_by = process, self._connected_to
-        self.phase = Phase.ATTACHED
+        self._daemon = process
+        self.phase = Phase.JOINING
+
+    def join(self) -> bool:
+        """Whether the daemon has answered on the request socket; then requests can be sent.
+
+        Raises:
+            KvdError: as `receive`.
+
+        """
+        if self._dealer is not None and self._dealer.is_welcomed():
+            self.phase = Phase.ATTACHED
+        return self.phase is Phase.ATTACHED
 
     def detach(self) -> None:
         """Asks the daemon to take the pool back; `receive_session` returns its answer."""
@@ -170,7 +183,7 @@ class Connection:
 
     def send(self, frame: bytes) -> bool:
         """Sends a request; False if the queue is full or there is no connection."""
-        return self._dealer is not None and self._dealer.send(frame)
+        return self.phase is Phase.ATTACHED and self._dealer is not None and self._dealer.send(frame)
 
     def receive(self) -> bytes | None:
         """The daemon's next frame; None if none has come.

@@ -1,12 +1,14 @@
 """A worker's end of its daemon's request socket.
 
 It speaks ZMTP itself (`kvd.net.local.zmtp`): libzmq would pass each message through a thread of its own, which on busy
-cores takes longer than the daemon does.
+cores takes longer than the daemon does. A thread has only what the daemon leaves no room for: an engine may have
+nothing else to do for long, and its last requests must get out.
 """
 
+import contextlib
 import select
 import socket
-import time
+import threading
 from collections import deque
 from typing import Final
 
@@ -23,17 +25,22 @@ _READ_BYTES: Final = 64 * limits.KIB
 class Dealer:
     """Connects to the ROUTER at `path` under a routing id; nothing here blocks, but for `close`.
 
-    The first messages do not wait for the ROUTER's half of the handshake: that of a daemon takes them before it.
-
     Raises:
         OSError: nobody listens there, or no descriptor is left.
 
     """
 
-    def __init__(self, path: str, routing_id: bytes) -> None:
+    def __init__(self, path: bytes, routing_id: bytes) -> None:
         self._decoder = zmtp.Decoder(limits.MAX_MESSAGE_BYTES, of_router=True)
-        self._received: deque[zmtp.Received] = deque()
+        self._received: deque[bytes] = deque()
+        self._welcomed = False
+        self._more = False
+        """Whether the socket may have more than was read."""
+        self._lock = threading.Lock()
+        """Held by whoever sends."""
         self._unsent = bytearray(zmtp.hello(routing_id))
+        self._sender: threading.Thread | None = None
+        """Sends what there was no room for."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         try:
@@ -41,7 +48,7 @@ class Dealer:
         except OSError:
             self._socket.close()
             raise
-        self.flush()
+        self._flush()
 
     def fileno(self) -> int:
         """The descriptor to wait on."""
@@ -49,31 +56,35 @@ class Dealer:
 
     @property
     def unread(self) -> bool:
-        """Whether frames have been read from the socket that were not received yet."""
-        return bool(self._received)
+        """Whether to `receive` before waiting: what has been read already makes nothing readable."""
+        return self._more or bool(self._received)
 
-    @property
-    def unsent(self) -> bool:
-        """Whether something waits for room: call `flush` soon."""
-        return bool(self._unsent)
+    def is_welcomed(self) -> bool:
+        """Whether the ROUTER has done its half of the handshake: before, it may hang up on what was sent.
+
+        Raises:
+            KvdError: as `receive`.
+
+        """
+        if not self._welcomed:
+            self._read()
+        return self._welcomed
 
     def send(self, message: bytes) -> bool:
-        """Sends as far as there is room, the rest by `flush`; False if too much waits."""
-        if len(self._unsent) >= MAX_UNSENT_BYTES:
-            return False
-        self._unsent += zmtp.header(len(message))
-        self._unsent += message
-        self.flush()
+        """Sends as far as there is room, the rest by a thread; False if too much waits."""
+        with self._lock:
+            if len(self._unsent) >= MAX_UNSENT_BYTES:
+                return False
+            self._unsent += zmtp.header(len(message))
+            self._unsent += message
+            self._flush()
+            if self._unsent and self._sender is None:
+                self._sender = threading.Thread(target=self._send_rest, name="kvd-sender", daemon=True)
+                try:
+                    self._sender.start()
+                except RuntimeError:  # no thread can be started: what follows sends it
+                    self._sender = None
         return True
-
-    def flush(self) -> None:
-        """Sends more of what waits; `receive` reports a loss."""
-        try:
-            del self._unsent[: self._socket.send(self._unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._unsent.clear()
 
     def receive(self) -> bytes | None:
         """The next message; None if none has come.
@@ -83,31 +94,59 @@ class Dealer:
             BadRequest: what came is no message.
 
         """
-        while True:
-            while self._received:
-                received = self._received.popleft()
-                if isinstance(received, bytes):
-                    return received
-                if isinstance(received, zmtp.Ping):
-                    self._unsent += zmtp.pong(received)
-                    self.flush()
-            try:
-                data = self._socket.recv(_READ_BYTES)
-            except BlockingIOError:
+        while not self._received:
+            if not self._read():
                 return None
-            except OSError:
-                data = b""
-            if not data:
-                raise refusal(ErrorCode.DAEMON_LOST, "the daemon ended the connection for requests")
-            self._received.extend(self._decoder.feed(data))
+        return self._received.popleft()
 
     def close(self, seconds: float) -> None:
         """Closes; what waits gets out, for so long at most. A second call does nothing."""
-        end = time.monotonic() + seconds
-        poller = select.poll()
-        if self._unsent:
-            poller.register(self._socket, select.POLLOUT)
-        while self._unsent and (left := end - time.monotonic()) > 0 and poller.poll(left * 1000):
-            self.flush()
-        self._unsent.clear()
+        sender = self._sender
+        if sender is not None:
+            sender.join(seconds)
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes it up
+            sender.join()
         self._socket.close()
+
+    def _read(self) -> bool:
+        """Reads once; False if there was nothing."""
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            self._more = False
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            raise refusal(ErrorCode.DAEMON_LOST, "the daemon ended the connection for requests")
+        self._more = True
+        for received in self._decoder.feed(data):
+            if isinstance(received, bytes):
+                self._received.append(received)
+            elif isinstance(received, zmtp.Ping):
+                raise refusal(ErrorCode.BAD_MESSAGE, "a heartbeat, of which a daemon sends none")
+            else:
+                self._welcomed = True
+        return True
+
+    def _flush(self) -> None:
+        try:
+            del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # `receive` tells of the end; what follows a part of a frame would be taken for its rest
+            self._unsent.clear()
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _send_rest(self) -> None:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLOUT)
+        while True:
+            poller.poll()
+            with self._lock:
+                self._flush()
+                if not self._unsent:
+                    self._sender = None
+                    return

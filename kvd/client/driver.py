@@ -29,9 +29,6 @@ FIRST_RETRY_SECONDS = 0.01
 LAST_RETRY_SECONDS = 0.5
 """The pause between attempts to connect again doubles from the first to the last."""
 
-UNSENT_SECONDS = 0.001
-"""How soon to try again what had no room: a socket has some for 0.2 MiB, a request may have 4."""
-
 STABLE_SECONDS = 1.0
 """After a session that lasted this long, the client connects again at once."""
 
@@ -87,6 +84,8 @@ class Driver:
         self._watched: tuple[int, ...] = ()
         self._outbox: deque[bytes] = deque()
         self._last_error: KvdError | None = None
+        self._joining: Attached | None = None
+        """What the daemon said when it lent the pool, until requests can be sent."""
         self._lent_by = 0
         """The run of the daemon that this worker was attached to last; 0 if it never was."""
         self._attached_at = 0.0
@@ -144,15 +143,11 @@ class Driver:
         """Does all that can be done now without waiting. Returns whether anything came, for whoever waits."""
         came = False
         if self._connection.phase is Phase.ATTACHED:
-            if self._connection.unsent:
-                self._connection.flush()
             ready = self._poller.poll(0)
             if self._connection.unread or ready:
                 came = self._receive(now, session=self._watched[0] in dict(ready))
-        elif self._connection.phase is Phase.ATTACHING:
-            self._connection.flush()
-            if came := bool(self._poller.poll(0)):
-                self._receive_session(now)
+        elif self._connection.phase is not Phase.DOWN:
+            came = self._go_on_attaching(now)
         elif now >= self._retry_at and self._looks_for_daemon:
             self._retry(now)
         self._reading.step(now, unread=self._connection.unread)
@@ -170,7 +165,7 @@ class Driver:
             return
         seconds = min(until, self.next_timer()) - time.monotonic()
         if self.unsent:
-            seconds = min(seconds, UNSENT_SECONDS)
+            seconds = min(seconds, FIRST_RETRY_SECONDS)
         if seconds > 0:
             self._poller.poll(min(seconds, 3600.0) * 1000)
 
@@ -265,8 +260,37 @@ class Driver:
             self._connection.discard(process)
             raise
         self._watch(self._connection.filenos())
-        self._lent_by, self._attached_at, self._last_error = attached.incarnation, now, None
-        self.core.on_attached(attached)
+        self._lent_by, self._joining = attached.incarnation, attached
+        self._join(now)
+
+    def _go_on_attaching(self, now: float) -> bool:
+        self._connection.flush()
+        ready = dict(self._poller.poll(0))
+        if not ready and not self._connection.unread:
+            return False
+        if self._connection.phase is Phase.ATTACHING:
+            self._receive_session(now)
+        else:
+            self._receive_welcome(now, session=self._watched[0] in ready)
+        return True
+
+    def _receive_welcome(self, now: float, *, session: bool) -> None:
+        try:
+            self._join(now)
+        except KvdError as error:
+            if session:
+                self._receive_session(now)  # it may say why
+            if self._connection.phase is Phase.JOINING:
+                self._drop(error, now)
+        else:
+            if session and self._connection.phase is Phase.JOINING:
+                self._receive_session(now)
+
+    def _join(self, now: float) -> None:
+        if self._joining is not None and self._connection.join():
+            self._attached_at, self._last_error = now, None
+            self.core.on_attached(self._joining)
+            self._joining = None
 
     def _take(self, attached: Attached, descriptor: int) -> None:
         """Maps the pool, or closes another descriptor of the one that is mapped."""

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -61,18 +60,23 @@ class Background:
                 _log.error("background work failed", exc_info=error)
                 return refusal(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log")
 
-        begun = threading.Lock()
+        pending = [attempt]
+        """Whoever takes it out has the answer to give."""
 
         def run() -> None:
-            if begun.acquire(blocking=False):
-                result = attempt()
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self._loop.call_soon_threadsafe(done, result)
+            try:
+                taken = pending.pop()
+            except IndexError:  # it was refused
+                return
+            result = taken()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(done, result)
 
         try:
             self._loop.run_in_executor(self._executor, run)
-        except RuntimeError as error:  # no thread can be started; one that there is may have begun
-            if begun.acquire(blocking=False):
+        except RuntimeError as error:  # no thread can be started, though one that there is may have begun
+            with contextlib.suppress(IndexError):
+                pending.pop()
                 text = f"no thread for background work: {error}; raise TasksMax (ulimit -u)"
                 self._loop.call_soon(done, refusal(ErrorCode.OVERLOADED, text))
 

@@ -1,10 +1,13 @@
 """The worker's end of the socket for requests, and bytes made by hand at the other."""
 
+import errno
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from threading import Thread
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,7 +28,7 @@ def connected() -> Iterator[tuple[Dealer, socket.socket]]:
     with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/s")
         listener.listen()
-        dealer = Dealer(f"{folder}/s", NAME)
+        dealer = Dealer(f"{folder}/s".encode(), NAME)
         daemon_end, _ = listener.accept()
         with daemon_end:
             daemon_end.settimeout(PATIENCE)
@@ -73,16 +76,16 @@ def test_messages_come_whole_and_in_order_however_they_are_cut(messages: list[by
     assert received == messages
 
 
-def test_a_large_message_gets_out_as_the_daemon_reads(dealer: Dealer, daemon_end: socket.socket) -> None:
-    message = bytes(range(256)) * 8192
-    assert dealer.send(message)
-    assert dealer.unsent
+def test_what_had_no_room_gets_out_though_nobody_calls(dealer: Dealer, daemon_end: socket.socket) -> None:
+    messages = [bytes(range(256)) * 8192, b"behind it"]
+    for message in messages:
+        assert dealer.send(message)
     decoder, received = Decoder(limits.MAX_MESSAGE_BYTES), []
-    while len(received) < 2:
+    while len(received) < 3:
         received += decoder.feed(daemon_end.recv(1 << 16))
-        dealer.flush()
-    assert received == [Ready(NAME), message]
-    assert not dealer.unsent
+    assert received == [Ready(NAME), *messages]
+    while dealer._sender is not None:
+        time.sleep(0)
 
 
 def test_so_much_waits_for_a_daemon_that_does_not_read(dealer: Dealer, daemon_end: socket.socket) -> None:
@@ -93,15 +96,35 @@ def test_so_much_waits_for_a_daemon_that_does_not_read(dealer: Dealer, daemon_en
     daemon_end.close()
     with pytest.raises(Unavailable, match="ended the connection for requests"):
         dealer.receive()
-    dealer.flush()
-    assert not dealer.unsent
 
 
-def test_a_heartbeat_is_answered(dealer: Dealer, daemon_end: socket.socket) -> None:
+def test_heartbeats_which_a_daemon_sends_none_of_are_refused(dealer: Dealer, daemon_end: socket.socket) -> None:
     daemon_end.sendall(GREETING + WELCOME + command(b"\x04PING\x00\x00context") + frame(b"hello"))
-    assert dealer.receive() == b"hello"
-    sent = zmtp.hello(NAME) + command(b"\x04PONGcontext")
-    assert daemon_end.recv(len(sent), socket.MSG_WAITALL) == sent
+    with pytest.raises(BadRequest, match="a heartbeat"):
+        dealer.receive()
+
+
+def test_a_send_that_fails_ends_the_connection(
+    dealer: Dealer, daemon_end: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next message would be taken for the rest of the one that was cut."""
+
+    class Failing:
+        def __init__(self, made: socket.socket) -> None:
+            self._made = made
+
+        def send(self, _data: bytearray) -> int:
+            raise OSError(errno.ENOBUFS, "no buffer space")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._made, name)
+
+    monkeypatch.setattr(dealer, "_socket", Failing(dealer._socket))
+    assert dealer.send(b"hello")
+    with pytest.raises(Unavailable, match="ended the connection for requests"):
+        dealer.receive()
+    assert Decoder(limits.MAX_MESSAGE_BYTES).feed(daemon_end.recv(1 << 16)) == [Ready(NAME)]
+    assert daemon_end.recv(1) == b""
 
 
 def test_what_came_before_the_end_is_received(dealer: Dealer, daemon_end: socket.socket) -> None:
@@ -114,6 +137,25 @@ def test_what_came_before_the_end_is_received(dealer: Dealer, daemon_end: socket
         dealer.receive()
 
 
+def test_it_is_welcomed_once_the_daemon_has_said_so(dealer: Dealer, daemon_end: socket.socket) -> None:
+    daemon_end.sendall(GREETING)
+    assert not dealer.is_welcomed()
+    daemon_end.sendall(WELCOME + frame(b"hello"))
+    assert dealer.is_welcomed()
+    assert dealer.receive() == b"hello"
+
+
+def test_it_knows_whether_there_may_be_more(dealer: Dealer, daemon_end: socket.socket) -> None:
+    """A read of its whole buffer may end just behind a message."""
+    daemon_end.sendall(GREETING + WELCOME + frame(b"hello"))
+    assert dealer.receive() == b"hello"
+    assert dealer.unread
+    daemon_end.sendall(frame(b"more"))
+    assert dealer.receive() == b"more"
+    assert dealer.receive() is None
+    assert not dealer.unread
+
+
 def test_garbage_is_refused(dealer: Dealer, daemon_end: socket.socket) -> None:
     daemon_end.sendall(b"HTTP/1.1 400 Bad Request\r\n".ljust(64))
     with pytest.raises(BadRequest, match="no greeting of ZMTP"):
@@ -124,11 +166,29 @@ def test_what_waits_gets_out_before_it_is_closed(dealer: Dealer, daemon_end: soc
     read: list[bytes] = []
     reader = Thread(target=lambda: read.extend(iter(lambda: daemon_end.recv(1 << 16), b"")))
     dealer.send(bytes(limits.MIB))
-    assert dealer.unsent
+    assert dealer._unsent
     reader.start()
     dealer.close(PATIENCE)
     reader.join()
     assert b"".join(read) == zmtp.hello(NAME) + frame(bytes(limits.MIB))
+
+
+def test_without_a_thread_what_follows_sends_the_rest(
+    dealer: Dealer, daemon_end: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", refuse)
+    messages = [bytes(300 * limits.KIB), b"behind it"]
+    assert dealer.send(messages[0])
+    decoder, received = Decoder(limits.MAX_MESSAGE_BYTES), []
+    size = len(zmtp.hello(NAME)) + len(frame(messages[0])) - len(dealer._unsent)
+    received += decoder.feed(daemon_end.recv(size, socket.MSG_WAITALL))
+    assert dealer.send(messages[1])
+    while len(received) < 3:
+        received += decoder.feed(daemon_end.recv(1 << 16))
+    assert received == [Ready(NAME), *messages]
 
 
 def test_one_that_does_not_read_delays_the_end_by_so_long_only(dealer: Dealer, daemon_end: socket.socket) -> None:

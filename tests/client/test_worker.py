@@ -33,10 +33,12 @@ from kvd.client import (
     waits,
 )
 from kvd.client.dealer import Dealer
+from kvd.client.driver import Driver
 from kvd.client.requests import inbox
 from kvd.client.requests.inbox import ACKNOWLEDGE_SECONDS
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net.interface import SessionClosed
+from kvd.net.local.request_socket import RequestSocket
 from kvd.net.unix import Credentials
 from kvd.protocol import worker as wire
 from kvd.protocol.status import Totals
@@ -793,7 +795,7 @@ class TestWithoutDescriptors:
         """How many more sockets for requests the kernel refuses."""
         left = [0]
 
-        def make(path: str, routing_id: bytes) -> Dealer:
+        def make(path: bytes, routing_id: bytes) -> Dealer:
             if left[0]:
                 left[0] -= 1
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -807,6 +809,17 @@ class TestWithoutDescriptors:
         with Worker.attach(daemon.path, name="prefill-0", spec=Spec(), timeout=MOMENT) as worker:
             worker.pool[:4] = b"work"
             assert worker.connected
+
+    def test_the_pool_that_was_lent_meanwhile_goes_to_nobody_else(
+        self, daemon: ScriptedDaemon, refused: list[int]
+    ) -> None:
+        refused[0] = 1000
+        driver = Driver(daemon.path, "prefill-0", b"a spec", Spec().pool_bytes)
+        while driver.pool is None:
+            driver.step(time.monotonic())
+        with pytest.raises(BadRequest, match="but the pool was lent by a process of user"):
+            driver._connection._check_lender(Credentials(1, 65534, 65534))
+        driver.close()
 
     def test_a_worker_that_lost_its_session_tries_again(
         self, daemon: ScriptedDaemon, worker: Worker, refused: list[int]
@@ -861,6 +874,25 @@ class TestGarbage:
         daemon.send(wire.Offered(999, "a ticket"), wire.Status(998, b"{}"), wire.Error(997, "internal", "?"))
         daemon.notify(5, wire.Done("req-1"))
         assert wait_for(worker, 1) == [Done("req-1")]
+
+
+def test_requests_of_a_worker_that_does_nothing_more_all_get_out(daemon: ScriptedDaemon, worker: Worker) -> None:
+    with daemon.held():
+        for number in range(1000):
+            worker.offer_nowait(f"offer-{number}", tokens=48, blocks=BLOCKS, ttl=30.0)
+    assert [daemon.expect(wire.Offer).offer for _ in range(1000)] == [f"offer-{number}" for number in range(1000)]
+
+
+def test_a_request_is_not_lost_where_the_daemon_has_no_room_for_its_connection_yet(
+    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms, has_room = iter([False, True]), RequestSocket._has_room
+    monkeypatch.setattr(RequestSocket, "_has_room", lambda owner, uid: next(rooms) and has_room(owner, uid))
+    with Worker.attach(daemon.path, name="prefill-0", spec=Spec(), timeout=MOMENT) as worker:
+        worker.offer_nowait("offer-1", tokens=48, blocks=BLOCKS, ttl=30.0)
+        assert daemon.expect(SessionClosed)
+        assert daemon.expect(wire.Offer).offer == "offer-1"
+        assert worker.wait(0) == []
 
 
 def test_a_worker_whose_connection_for_requests_alone_ends_attaches_again(

@@ -63,6 +63,8 @@ class SpecReader:
             if len(self._known) > self._kept:
                 del self._known[next(iter(self._known))]
         self._slots.leave(connection)
-        if (other := self._slots.next()) is not None:
-            self._start(other)
-        then(result)
+        try:
+            if (other := self._slots.next()) is not None:
+                self._start(other)
+        finally:
+            then(result)

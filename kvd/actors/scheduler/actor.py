@@ -59,7 +59,7 @@ class SchedulerActor(Actor):
         routes = KnownRoutes(
             self,
             background,
-            made=lambda number, failure: self.unrouted.route_made(number, failure),  # noqa: PLW0108 - made below
+            made=lambda numbers, failure: self.unrouted.routes_made(numbers, failure),  # noqa: PLW0108 - made below
             wanted=lambda: {pull.routing for pull in self._all()},
         )
         self._producers = Producers(routes)

@@ -40,16 +40,16 @@ class KnownRoutes:
 
     The thread makes one at a time; users take turns.
 
-    `made` is called with the number of a route for which pulls may wait (`Pull.routing`), and with an error of the
-    thread if that has not worked it out: the next pull has it try again. `wanted` gives the numbers of those for which
-    some do.
+    `made` is called with the numbers of routes for which pulls may wait (`Pull.routing`), and with an error of the
+    thread if that has not worked them out: the next pull has it try again. `wanted` gives the numbers of those for
+    which some do.
     """
 
     def __init__(
         self,
         actor: Actor,
         background: Background,
-        made: Callable[[int, KvdError | None], None],
+        made: Callable[[Collection[int], KvdError | None], None],
         wanted: Callable[[], Collection[int]],
     ) -> None:
         self._actor = actor
@@ -105,15 +105,16 @@ class KnownRoutes:
         self._drop(lambda wanted: wanted.key[0] == epoch)
 
     def _drop(self, is_gone: Callable[[_Wanted], bool]) -> None:
-        for wanted in self._drop_waiting(is_gone):
-            self._actor.call(self._made, wanted.number, None)  # whoever waits for it has it made again
+        if dropped := self._drop_waiting(is_gone):
+            self._actor.call(self._made, dropped, None)  # whoever waits for them has them made again
         self._is_stale |= self._making is not None and is_gone(self._making)
 
-    def _drop_waiting(self, is_gone: Callable[[_Wanted], bool]) -> list[_Wanted]:
-        dropped = []
+    def _drop_waiting(self, is_gone: Callable[[_Wanted], bool]) -> set[int]:
+        """The numbers of those that are gone."""
+        dropped = set()
         for uid, waiting in list(self._waiting.items()):
             for wanted in [wanted for wanted in waiting.values() if is_gone(wanted)]:
-                dropped.append(waiting.pop(wanted.key))
+                dropped.add(waiting.pop(wanted.key).number)
             if not waiting:
                 del self._waiting[uid]
         return dropped
@@ -158,7 +159,7 @@ class KnownRoutes:
             numbers = self._wanted()
             self._drop_waiting(lambda wanted: wanted.number not in numbers)  # their pulls have ended
         self._start()
-        self._made(made.number, failure)
+        self._made({made.number}, failure)
 
     def _make_room(self, cost: int) -> None:
         """Forgets the routes that were not used for longest; pulls keep what they have."""

@@ -1,6 +1,6 @@
 """Pulls without transfers: they wait for their producers' daemons, for pools there, and for routes to our pools."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from kvd import limits
@@ -109,9 +109,9 @@ class UnroutedPulls(Component):
                 failures[pull] = refusal(ErrorCode.PEER_LOST, text)
         self._fail(failures)
 
-    def route_made(self, number: int, failure: KvdError | None) -> None:
-        """Goes on with the pulls that waited for this route; fails them if it could not be worked out."""
-        waited = [pull for pull in self._pulls() if pull.routing == number]
+    def routes_made(self, numbers: Collection[int], failure: KvdError | None) -> None:
+        """Goes on with the pulls that waited for one of these routes; fails them if it could not be worked out."""
+        waited = [pull for pull in self._pulls() if pull.routing in numbers]
         for pull in waited:
             pull.routing = 0
             if failure is None:

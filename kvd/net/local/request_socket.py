@@ -1,5 +1,6 @@
 """The daemon's end of the workers' request socket: messages by routing id, with every byte bounded (`zmtp`)."""
 
+import contextlib
 import selectors
 import socket
 import time
@@ -111,8 +112,10 @@ class _Connection(FrameReader[zmtp.Received]):
             sent = self.socket.send(self._unsent)
         except BlockingIOError:
             sent = 0
-        except OSError:  # the other end is gone, which the read side reports
+        except OSError:  # the read side reports the end; what follows a part of a frame would be taken for its rest
             sent = len(self._unsent)
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
         del self._unsent[:sent]
         if not self._unsent:
             self._unsent_pongs = 0

@@ -154,6 +154,20 @@ def test_a_user_waits_for_so_many_routes(stage, monkeypatch):
     assert [claim.consumer for claim in stage.asks(Claim)] == ["p1", "p2"]
 
 
+def test_routes_that_are_dropped_together_are_told_together(stage, monkeypatch):
+    """Each time all pulls are looked at."""
+    for number in (2, 3, 4):
+        stage.attach(f"w{number}", connection=number)
+    for number in (1, 2, 3, 4):
+        pull_of(stage, number, f"p{number}")
+    stage.peer_says(welcome_of())
+    told, made = [], routes(stage)._made
+    monkeypatch.setattr(routes(stage), "_made", lambda numbers, failure: told.append(numbers) or made(numbers, failure))
+    call(stage.actors.scheduler.peer_down, "tcp://peer:1", "silent")
+    stage.run()
+    assert [len(numbers) for numbers in told] == [3]
+
+
 def test_a_pull_that_is_cancelled_meanwhile_tells_its_producer_once_the_route_is_known(stage):
     pull_of(stage, 1, "p")
     stage.peer_says(welcome_of())

@@ -148,6 +148,10 @@ class SimConnection(Connection):
         self._lender = self.session.port.process
         self.phase = Phase.ATTACHED
 
+    def join(self) -> bool:
+        """At once."""
+        return True
+
     def detach(self) -> None:
         """Asks the daemon to take the pool back."""
         assert self.session is not None
