@@ -271,7 +271,7 @@ def stamps_of_dead_processes_are_believed(monkeypatch):
     monkeypatch.setattr(SimFabric, "knows", lambda self, agent: agent in self._agents or agent in self._outlived)
 
 
-@mutation(Promise.FENCED, first=417, needs=Piece.TWO_ADDRESSES)
+@mutation(Promise.FENCED, first=6319, needs=Piece.TWO_ADDRESSES)
 def a_view_is_announced_by_any_answer_about_its_agent(monkeypatch):
     def added(self, event):
         for peer in self._peers.using(event.agent):
