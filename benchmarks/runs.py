@@ -76,10 +76,13 @@ def _run(args: argparse.Namespace) -> None:
 def _measured(kvd: Path, bench: Sequence[str]) -> Figures:
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder:
         file = Path(folder) / "figures.json"
-        words: list[str | Path] = [kvd, "bench", *bench, "--json", file]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # one side's code
+        words: list[str | Path] = [kvd.absolute(), "bench", *bench, "--json", file]
+        # Each side has its own code: Python would look here, too, for what its processes are.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         try:
-            ran = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)  # noqa: S603 - the user's
+            ran = subprocess.run(  # noqa: S603 - the user's
+                words, capture_output=True, text=True, env=environment, cwd=folder, check=False
+            )
         except OSError as error:
             raise refusal(ErrorCode.BAD_CONFIG, f"{kvd} cannot be run: {error}") from error
         if ran.returncode:

@@ -74,6 +74,7 @@ def _reader(checkout: Path, producer: Host, consumer: Host) -> Iterator[_Reader]
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
+        cwd=checkout,  # Python looks for the daemons' code there first
         text=True,
     ) as process:
         try:

@@ -74,7 +74,7 @@ class Driver:
         self.on_descriptors: Callable[[tuple[int, ...]], None] = lambda _filenos: None
         """Called with the descriptors to wait on for reading, whenever they change."""
         self.on_request: Callable[[], None] = lambda: None
-        """Called when a request was sent: what arrived just then does not make a descriptor readable (`unread`)."""
+        """Called when a request was sent, as `next_timer` may come sooner, or when events may be left for others."""
         self._connection = dependencies.connection
         self._path = path
         self._attach = Attach(name, dependencies.instance, spec)

@@ -45,7 +45,11 @@ def test_what_a_run_says_is_named_with_its_unit() -> None:
 def test_both_run_in_turns_and_what_was_told_is_passed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    writes = "assert sys.argv[1:4] == ['bench', '--rate', '--json']\npathlib.Path(sys.argv[-1]).write_text('{}')"
+    writes = (
+        "assert sys.argv[1:4] == ['bench', '--rate', '--json']\n"
+        "assert pathlib.Path.cwd() == pathlib.Path(sys.argv[-1]).parent  # not where Python finds this checkout\n"
+        "pathlib.Path(sys.argv[-1]).write_text('{}')"
+    )
     monkeypatch.setattr(runs, "_HERE", kvd(tmp_path, "new", writes.format(json.dumps({"rate": RATE}))))
     old = kvd(tmp_path, "old", writes.format(json.dumps({"rate": {**RATE, "pulls": 3000}})))
     file = tmp_path / "figures.json"

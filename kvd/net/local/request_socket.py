@@ -31,8 +31,8 @@ OnMessage = Callable[[bytes, bytes, int], None]
 class RequestSocket:
     """Exchanges messages with the DEALERs of accepted connections.
 
-    A connection that claims a routing id in use is hung up on before any message is taken from it; its DEALER connects
-    again. Whatever is not a message of one part ends the connection and is reported as an empty message.
+    A connection that claims a routing id in use is hung up on before any message is taken from it. Whatever is not a
+    message of one part ends the connection and is reported as an empty message.
     """
 
     def __init__(self, on_message: OnMessage, intake: Intake) -> None:

@@ -55,7 +55,7 @@ def pong(ping: Ping) -> bytes:
 _TYPE: Final = b"\x0bSocket-Type\x00\x00\x00\x06"
 GREETING: Final = (b"\xff" + bytes(8) + b"\x7f\x03\x01NULL").ljust(GREETING_BYTES, b"\0")
 WELCOME: Final = command(_READY + _TYPE + b"ROUTER")
-"""A ROUTER's half of the handshake. libzmq's DEALER that never gets it keeps its messages for its next connection."""
+"""A ROUTER's half of the handshake. A DEALER that never gets it has sent nothing that counts."""
 
 
 def hello(routing_id: bytes) -> bytes:
