@@ -56,7 +56,6 @@ def attach_in_vain(path):
 def offer_in_the_name_of(endpoint, session):
     offer = Offer(1, "theft", 16, (Span(0, 0, bytes(4)),), 60.0, bytes(16))
     with zmq.Context() as context, context.socket(zmq.DEALER) as thief:
-        apply(thief, Kind.WORKER_DEALER)
         thief.setsockopt(zmq.LINGER, -1)
         thief.setsockopt(zmq.ROUTING_ID, session)
         thief.connect(endpoint)
