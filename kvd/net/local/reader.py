@@ -9,6 +9,7 @@ from kvd import limits
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import Intake
 from kvd.net.unix import is_trusted
+from kvd.net.watch import ReadWatch
 
 
 class UnfinishedBytes:
@@ -62,10 +63,10 @@ class FrameReader(ABC, Generic[T]):
         self.frames: deque[T] = deque()
         """Read but not delivered."""
         self.loop = asyncio.get_running_loop()
-        self._descriptor = descriptor
+        self._watch = ReadWatch(descriptor, self._readable)
         self._intake = intake
-        self._reading = self._stopped = False
-        self._read_on()
+        self._stopped = False
+        self._watch.start()
 
     @abstractmethod
     def receive(self) -> bool:
@@ -90,9 +91,8 @@ class FrameReader(ABC, Generic[T]):
 
     def stop(self) -> None:
         """Reads and delivers no more; call it before the descriptor is closed."""
-        if not self._stopped:
-            self._pause()
-            self._stopped = True
+        self._watch.stop()
+        self._stopped = True
 
     def deliver_frames(self) -> None:
         """Delivers this turn's frames, then reads on if none are left."""
@@ -100,14 +100,14 @@ class FrameReader(ABC, Generic[T]):
             if self._stopped:
                 return
             if not self.frames:
-                self._read_on()
+                self._watch.start()
                 return
             if not self.admits():
-                self._pause()
+                self._watch.stop()
                 return
             self.deliver(self.frames.popleft())
         if not self._stopped:
-            self._pause()
+            self._watch.stop()
             self.loop.call_soon(self.deliver_frames)
 
     def _readable(self) -> None:
@@ -120,13 +120,3 @@ class FrameReader(ABC, Generic[T]):
             self.deliver_frames()
         else:
             self.lost(None)
-
-    def _read_on(self) -> None:
-        if not self._reading:
-            self._reading = True
-            self.loop.add_reader(self._descriptor, self._readable)
-
-    def _pause(self) -> None:
-        if self._reading:
-            self._reading = False
-            self.loop.remove_reader(self._descriptor)

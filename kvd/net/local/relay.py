@@ -19,6 +19,7 @@ from kvd.net.local.listener import hang_up
 from kvd.net.options import BACKLOG, RECONNECT_MAX_MS, RECONNECT_MS
 from kvd.net.stream import receive_without_descriptors
 from kvd.net.unix import credentials, take_descriptors
+from kvd.net.watch import ReadWatch
 
 CHUNK_BYTES: Final = 64 * 1024
 _buffer: Final = memoryview(bytearray(CHUNK_BYTES))
@@ -79,9 +80,8 @@ class Relay:
         if self._closed:
             return
         self._closed = True
-        for each in (self._outside, self._inside):
-            self._loop.remove_reader(each.fileno())
-            self._loop.remove_writer(each.fileno())
+        for half in (self.inbound, self.outbound):
+            half.stop()
         self._inside.close()
         hang_up(self._outside)
         self._on_end(self)
@@ -108,14 +108,20 @@ class _Half:
         end: Callable[[], None],
     ) -> None:
         self._loop = loop
-        self._source, self._target = source, target
+        self._target = target
         self._receive = receive
         self._end = end
         self.bytes = 0
         """How many have come."""
         self._rest = b""
         """What came and is not sent; while there is some, no more is read."""
-        loop.add_reader(source.fileno(), self._read)
+        self._watch = ReadWatch(source.fileno(), self._read)
+        self._watch.start()
+
+    def stop(self) -> None:
+        """Passes on nothing more by itself."""
+        self._watch.stop()
+        self._loop.remove_writer(self._target.fileno())
 
     def step(self) -> bool:
         """Sends the rest, or reads once and sends; False at the end.
@@ -150,7 +156,7 @@ class _Half:
         if not self._try():
             self._end()
         elif self._rest:
-            self._loop.remove_reader(self._source.fileno())
+            self._watch.stop()
             self._loop.add_writer(self._target.fileno(), self._write)
 
     def _write(self) -> None:
@@ -158,7 +164,7 @@ class _Half:
             self._end()
         elif not self._rest:
             self._loop.remove_writer(self._target.fileno())
-            self._loop.add_reader(self._source.fileno(), self._read)
+            self._watch.start()
 
     def _try(self) -> bool:
         try:

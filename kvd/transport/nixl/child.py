@@ -17,6 +17,7 @@ from kvd import foreign
 from kvd.errors import KvdError, Unavailable
 from kvd.net.stream import Frame, FrameStream
 from kvd.net.unix import readable, take_descriptors
+from kvd.net.watch import ReadWatch
 from kvd.transport.nixl import messages
 from kvd.transport.nixl.messages import NotOpened, Opened
 from kvd.transport.nixl.ucx import environment_of
@@ -64,6 +65,7 @@ class Child:
             ours.close()
             raise
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch: ReadWatch | None = None
         self._early: list[Frame] = []
         """What came together with its first word."""
         self.fault = ""
@@ -97,7 +99,8 @@ class Child:
         self._loop = loop
         if self._early:
             loop.call_soon(hear)  # nothing more may come
-        loop.add_reader(self._stream.fileno(), hear)
+        self._watch = ReadWatch(self._stream.fileno(), hear, loop)
+        self._watch.start()
         loop.add_reader(self._exit, ended)
 
     def receive(self) -> list[Frame] | None:
@@ -164,8 +167,8 @@ class Child:
     def kill(self, fault: str) -> None:
         """Ends it; `ended` is called then. The first fault counts."""
         self.fault = self.fault or fault
-        if self._loop is not None and self._stream.fileno() >= 0:
-            self._loop.remove_reader(self._stream.fileno())
+        if self._watch is not None:
+            self._watch.stop()
         self._process.kill()
 
     def end_within(self, seconds: float) -> None:
@@ -186,9 +189,9 @@ class Child:
         """Gives its descriptors back, once; after `wait`."""
         if self._stream.fileno() < 0:
             return
-        if self._loop is not None:
+        if self._loop is not None and self._watch is not None:
+            self._watch.stop()
             self._loop.remove_reader(self._exit)
-            self._loop.remove_reader(self._stream.fileno())
             self._loop.remove_writer(self._stream.fileno())
         self._stream.close()
         os.close(self._exit)

@@ -16,6 +16,7 @@ import structlog
 
 from kvd import limits
 from kvd.errors import ErrorCode, KvdError, refusal
+from kvd.net.watch import ReadWatch
 from kvd.protocol.codec import encode, export_addresses
 from kvd.protocol.export import ExportAddress
 from kvd.transport.interface import (
@@ -86,6 +87,8 @@ class SameHostTransport:
         self._imports = ThreadPoolExecutor(limits.MAX_HANDSHAKES, "kvd-import")
         """Not the loop's executor: exporters that do not answer must not keep other work of the daemon waiting."""
         self._peers: dict[str, ImportedPools] = {}
+        self._watches: dict[str, ReadWatch] = {}
+        """Of the connections over which they came."""
         self._importing: dict[str, object] = {}
         """The latest attempt to import the pools of an agent."""
         self._reads: dict[int, tuple[str, ImportedPools, int]] = {}
@@ -218,7 +221,8 @@ class SameHostTransport:
         self._peers[agent] = pools
         if pools.device and not self._own_device:
             self._mappings.pin_for(pools.device)
-        self._loop.add_reader(pools.fileno(), self._hear, agent, pools)
+        self._watches[agent] = ReadWatch(pools.fileno(), partial(self._hear, agent, pools), self._loop)
+        self._watches[agent].start()
         self._on_event(PeerAdded(agent, metadata, PATH, same_host=True, stamps=pools.process is not None))
 
     def _hear(self, agent: str, pools: ImportedPools) -> None:
@@ -248,7 +252,7 @@ class SameHostTransport:
     def _forget(self, agent: str) -> None:
         pools = self._peers.pop(agent, None)
         if pools is not None:
-            self._loop.remove_reader(pools.fileno())
+            self._watches.pop(agent).stop()
             pools.hang_up()
 
     # --- reads ------------------------------------------------------------------------------------------------------
