@@ -9,15 +9,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from kvd.client.driver import Driver
+from kvd.client.driver import UNSENT_SECONDS, Driver
 from kvd.client.events import Blocks, Event
 from kvd.client.session import Spec
 from kvd.client.waits import WaitingSession, Waits
+from kvd.net.watch import ReadWatch
 
 T = TypeVar("T")
-
-UNSENT_SECONDS = 0.01
-"""How soon to try again what a full queue did not take."""
 
 
 class AsyncWorker(WaitingSession):
@@ -26,7 +24,7 @@ class AsyncWorker(WaitingSession):
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
         self._loop = asyncio.get_running_loop()
-        self._watched: tuple[int, ...] = ()
+        self._watches: list[ReadWatch] = []
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._waiters: set[asyncio.Future[None]] = set()
@@ -145,11 +143,11 @@ class AsyncWorker(WaitingSession):
             self._timer, self._timer_at = self._loop.call_later(max(due - time.monotonic(), 0.0), self._time_out), due
 
     def _watch(self, filenos: tuple[int, ...]) -> None:
-        for fileno in self._watched:
-            self._loop.remove_reader(fileno)
-        for fileno in filenos:
-            self._loop.add_reader(fileno, self._turn)
-        self._watched = filenos
+        for watch in self._watches:
+            watch.stop()
+        self._watches = [ReadWatch(fileno, self._turn, self._loop) for fileno in filenos]
+        for watch in self._watches:
+            watch.start()
 
 
 def _set(waiter: "asyncio.Future[None]") -> None:

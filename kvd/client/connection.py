@@ -61,8 +61,9 @@ class Connection:
 
     @property
     def unsent(self) -> bool:
-        """Whether a part of the session's last frame waits for room: call `flush` soon."""
-        return self._stream is not None and self._stream.waiting > 0
+        """Whether what waits for room needs a call of `flush` soon."""
+        session = self._stream is not None and self._stream.waiting > 0
+        return session or (self._dealer is not None and self._dealer.unsent)
 
     def open(self, attach: Attach, descriptor: int | None) -> None:
         """Connects and requests the pool, with the `descriptor` of the one that was kept, if there is one.
@@ -102,10 +103,12 @@ class Connection:
         return self._daemon is not None and readable(self._daemon)
 
     def flush(self) -> None:
-        """Sends more of the session's last frame; `receive_session` reports a loss."""
+        """Sends more of what waits; `receive_session` and `receive` report a loss."""
         if self._stream is not None:
             with contextlib.suppress(OSError, Unavailable):
                 self._stream.flush()
+        if self._dealer is not None:
+            self._dealer.flush()
 
     def receive_session(self) -> tuple[Attached, int, int] | Detached | None:
         """The daemon's answer on the session: the pool, its descriptor and the pidfd; or its end. None if none yet.
@@ -164,14 +167,14 @@ class Connection:
         self._daemon = process
         self.phase = Phase.JOINING
 
-    def join(self) -> bool:
-        """Whether the daemon has answered on the request socket; then requests can be sent.
+    def join(self, seconds: float = 0.0) -> bool:
+        """Whether the daemon has answered on the request socket, within so long; then requests can be sent.
 
         Raises:
             KvdError: as `receive`.
 
         """
-        if self._dealer is not None and self._dealer.is_welcomed():
+        if self._dealer is not None and self._dealer.is_welcomed(seconds):
             self.phase = Phase.ATTACHED
         return self.phase is Phase.ATTACHED
 

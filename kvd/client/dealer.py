@@ -1,20 +1,21 @@
 """A worker's end of its daemon's request socket.
 
 It speaks ZMTP itself (`kvd.net.local.zmtp`): libzmq would pass each message through a thread of its own, which on busy
-cores takes longer than the daemon does. A thread has only what the daemon leaves no room for: an engine may have
-nothing else to do for long, and its last requests must get out.
+cores takes longer than the daemon does. Only what the daemon leaves no room for has a thread (`kvd.client.sender`).
 """
 
 import contextlib
-import select
 import socket
-import threading
+import time
+import weakref
 from collections import deque
 from typing import Final
 
 from kvd import limits
+from kvd.client.sender import Sender
 from kvd.errors import ErrorCode, refusal
 from kvd.net.local import zmtp
+from kvd.net.unix import readable
 
 MAX_UNSENT_BYTES: Final = 4 * limits.MAX_MESSAGE_BYTES
 """Bytes that the daemon has not read; beyond it `send` refuses."""
@@ -23,7 +24,7 @@ _READ_BYTES: Final = 64 * limits.KIB
 
 
 class Dealer:
-    """Connects to the ROUTER at `path` under a routing id; nothing here blocks, but for `close`.
+    """Connects to the ROUTER at `path` under a routing id; nothing here blocks, but for what has `seconds`.
 
     Raises:
         OSError: nobody listens there, or no descriptor is left.
@@ -36,11 +37,6 @@ class Dealer:
         self._welcomed = False
         self._more = False
         """Whether the socket may have more than was read."""
-        self._lock = threading.Lock()
-        """Held by whoever sends."""
-        self._unsent = bytearray(zmtp.hello(routing_id))
-        self._sender: threading.Thread | None = None
-        """Sends what there was no room for."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         try:
@@ -48,7 +44,9 @@ class Dealer:
         except OSError:
             self._socket.close()
             raise
-        self._flush()
+        self._sender = Sender(self._socket)
+        weakref.finalize(self, self._sender.end)  # a thread would keep the connection of one that is not closed
+        self._send(zmtp.hello(routing_id))
 
     def fileno(self) -> int:
         """The descriptor to wait on."""
@@ -59,31 +57,34 @@ class Dealer:
         """Whether to `receive` before waiting: what has been read already makes nothing readable."""
         return self._more or bool(self._received)
 
-    def is_welcomed(self) -> bool:
-        """Whether the ROUTER has done its half of the handshake: before, it may hang up on what was sent.
+    def is_welcomed(self, seconds: float = 0.0) -> bool:
+        """Whether the ROUTER has done its half of the handshake, within so long: before, it may hang up on messages.
 
         Raises:
             KvdError: as `receive`.
 
         """
-        if not self._welcomed:
-            self._read()
+        until = time.monotonic() + seconds
+        while not self._welcomed and (self._read() or readable(self.fileno(), max(0.0, until - time.monotonic()))):
+            pass
         return self._welcomed
+
+    @property
+    def unsent(self) -> bool:
+        """Whether what waits needs a call of `flush`, as no thread could be started."""
+        return self._sender.is_stuck
+
+    def flush(self) -> None:
+        """Tries again to have a thread send what waits."""
+        if self._sender.is_stuck:
+            self._sender.start()
 
     def send(self, message: bytes) -> bool:
         """Sends as far as there is room, the rest by a thread; False if too much waits."""
-        with self._lock:
-            if len(self._unsent) >= MAX_UNSENT_BYTES:
-                return False
-            self._unsent += zmtp.header(len(message))
-            self._unsent += message
-            self._flush()
-            if self._unsent and self._sender is None:
-                self._sender = threading.Thread(target=self._send_rest, name="kvd-sender", daemon=True)
-                try:
-                    self._sender.start()
-                except RuntimeError:  # no thread can be started: what follows sends it
-                    self._sender = None
+        if self._sender.waiting >= MAX_UNSENT_BYTES:
+            self.flush()
+            return False
+        self._send(zmtp.header(len(message)) + message)
         return True
 
     def receive(self) -> bytes | None:
@@ -101,13 +102,9 @@ class Dealer:
 
     def close(self, seconds: float) -> None:
         """Closes; what waits gets out, for so long at most. A second call does nothing."""
-        sender = self._sender
-        if sender is not None:
-            sender.join(seconds)
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes it up
-            sender.join()
-        self._socket.close()
+        if self._socket.fileno() >= 0:
+            self._sender.close(seconds)
+            self._socket.close()
 
     def _read(self) -> bool:
         """Reads once; False if there was nothing."""
@@ -130,23 +127,16 @@ class Dealer:
                 self._welcomed = True
         return True
 
-    def _flush(self) -> None:
-        try:
-            del self._unsent[: self._socket.send(self._unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:  # `receive` tells of the end; what follows a part of a frame would be taken for its rest
-            self._unsent.clear()
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _send_rest(self) -> None:
-        poller = select.poll()
-        poller.register(self._socket, select.POLLOUT)
-        while True:
-            poller.poll()
-            with self._lock:
-                self._flush()
-                if not self._unsent:
-                    self._sender = None
-                    return
+    def _send(self, data: bytes) -> None:
+        sent = 0
+        if not self._sender.waiting:
+            try:
+                sent = self._socket.send(data)
+            except BlockingIOError:
+                pass
+            except OSError:  # `receive` tells of the end; what follows a part of a frame would be taken for its rest
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                return
+        if sent < len(data):
+            self._sender.put(data[sent:])

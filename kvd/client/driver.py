@@ -1,7 +1,7 @@
 """Moves frames between the client's core and its connection, and connects again after a loss.
 
-Nothing here blocks. `Worker` waits with poll(2) on the descriptors, `AsyncWorker` with its loop's readers; both
-call `step` when a descriptor is readable or `next_timer` is due.
+Nothing here blocks, but `step` for `WELCOME_SECONDS` where it attaches. `Worker` waits with poll(2) on the descriptors,
+`AsyncWorker` with its loop's readers; both call `step` when a descriptor is readable or `next_timer` is due.
 
 A session's end alone proves nothing: the daemon may have hung up and live. Its requests end only once its process has
 exited, which the pidfd that came with the pool shows even across PID namespaces. Until then pulls stay open, up to
@@ -31,6 +31,13 @@ LAST_RETRY_SECONDS = 0.5
 
 STABLE_SECONDS = 1.0
 """After a session that lasted this long, the client connects again at once."""
+
+UNSENT_SECONDS = 0.01
+"""How soon to try again what a full queue did not take, or no thread could be started for."""
+
+WELCOME_SECONDS = 0.005
+"""How long a daemon that has lent the pool is waited for on the request socket. An engine that makes few steps would
+otherwise hear it a step later, and send out tickets of the last daemon until then."""
 
 FRAMES_PER_STEP = 256
 """Frames received in one step: bounds what one `poll` costs a step of the engine."""
@@ -119,7 +126,8 @@ class Driver:
         """The error for an attach that did not succeed in time."""
         reason = "" if self._last_error is None else f": {self._last_error.text}"
         code = ErrorCode.DAEMON_LOST if self._last_error is None else self._last_error.code
-        return refusal(code, f"no pool from {self._path} within {timeout} s{reason}")
+        what = "no pool" if self.pool is None else "a pool, but no answer to requests,"
+        return refusal(code, f"{what} from {self._path} within {timeout} s{reason}")
 
     def request(self, frame: bytes) -> None:
         """Sends the request that the core made last.
@@ -142,6 +150,8 @@ class Driver:
     def step(self, now: float) -> bool:
         """Does all that can be done now without waiting. Returns whether anything came, for whoever waits."""
         came = False
+        if self._connection.unsent:
+            self._connection.flush()
         if self._connection.phase is Phase.ATTACHED:
             ready = self._poller.poll(0)
             if self._connection.unread or ready:
@@ -165,7 +175,7 @@ class Driver:
             return
         seconds = min(until, self.next_timer()) - time.monotonic()
         if self.unsent:
-            seconds = min(seconds, FIRST_RETRY_SECONDS)
+            seconds = min(seconds, UNSENT_SECONDS)
         if seconds > 0:
             self._poller.poll(min(seconds, 3600.0) * 1000)
 
@@ -240,7 +250,7 @@ class Driver:
             if isinstance(answer, Detached):
                 self.detached = True
             elif answer is not None:
-                self._attached(*answer, now)
+                self._attached(*answer)
         except Unavailable as error:
             if error.code is ErrorCode.NO_DEVICE and self.pool is None:
                 self.failed = error  # it will not see the pool's GPU later either
@@ -252,45 +262,44 @@ class Driver:
                 self.core.on_refused(error)
             self._drop(error, now)
 
-    def _attached(self, attached: Attached, descriptor: int, process: int, now: float) -> None:
+    def _attached(self, attached: Attached, descriptor: int, process: int) -> None:
         try:
             self._take(attached, descriptor)
+            if self._lent_by not in (0, attached.incarnation):
+                self.core.on_daemon_gone()  # now, as only the one that lent the pool last is watched
             self._connection.attach(attached, process)
         except KvdError:
             self._connection.discard(process)
             raise
         self._watch(self._connection.filenos())
         self._lent_by, self._joining = attached.incarnation, attached
-        self._join(now)
 
     def _go_on_attaching(self, now: float) -> bool:
-        self._connection.flush()
         ready = dict(self._poller.poll(0))
         if not ready and not self._connection.unread:
             return False
-        if self._connection.phase is Phase.ATTACHING:
+        attaching = self._connection.phase is Phase.ATTACHING
+        if attaching:
             self._receive_session(now)
-        else:
-            self._receive_welcome(now, session=self._watched[0] in ready)
+        if self._connection.phase is Phase.JOINING:
+            seconds = WELCOME_SECONDS if attaching else 0.0
+            self._join(now, session=not attaching and self._watched[0] in ready, seconds=seconds)
         return True
 
-    def _receive_welcome(self, now: float, *, session: bool) -> None:
+    def _join(self, now: float, *, session: bool, seconds: float) -> None:
+        """Is attached if the daemon has answered on the request socket, too; `session` says whether it is readable."""
+        lost = None
         try:
-            self._join(now)
+            if self._joining is not None and self._connection.join(seconds):
+                self._attached_at, self._last_error = now, None
+                self.core.on_attached(self._joining)
+                self._joining = None
         except KvdError as error:
-            if session:
-                self._receive_session(now)  # it may say why
-            if self._connection.phase is Phase.JOINING:
-                self._drop(error, now)
-        else:
-            if session and self._connection.phase is Phase.JOINING:
-                self._receive_session(now)
-
-    def _join(self, now: float) -> None:
-        if self._joining is not None and self._connection.join():
-            self._attached_at, self._last_error = now, None
-            self.core.on_attached(self._joining)
-            self._joining = None
+            lost = error
+        if session and self._connection.phase is Phase.JOINING:
+            self._receive_session(now)  # where the request connection was lost, it may say why
+        if lost is not None and self._connection.phase is Phase.JOINING:
+            self._drop(lost, now)
 
     def _take(self, attached: Attached, descriptor: int) -> None:
         """Maps the pool, or closes another descriptor of the one that is mapped."""

@@ -60,17 +60,17 @@ class Background:
                 _log.error("background work failed", exc_info=error)
                 return refusal(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log")
 
-        pending = [attempt]
-        """Whoever takes it out has the answer to give."""
+        pending = [(attempt, done)]
+        """Whoever takes it out has the answer to give; the executor keeps `run` in any case."""
 
         def run() -> None:
             try:
-                taken = pending.pop()
+                taken, answer = pending.pop()
             except IndexError:  # it was refused
                 return
             result = taken()
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(done, result)
+                self._loop.call_soon_threadsafe(answer, result)
 
         try:
             self._loop.run_in_executor(self._executor, run)

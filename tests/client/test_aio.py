@@ -111,7 +111,7 @@ async def test_a_request_of_one_task_leaves_another_what_had_just_arrived(
     waiting = asyncio.create_task(worker.wait(2 * MOMENT))  # at its end it would look in any case
     await asyncio.sleep(0)
     daemon.notify(1, wire.Done("pull-1"))
-    select.select(worker._watched, (), (), MOMENT)  # it has arrived, and the loop has not looked yet
+    select.select(worker._driver._watched, (), (), MOMENT)  # it has arrived, and the loop has not looked yet
     worker.pull("pull-2", "a ticket", blocks=BLOCKS, timeout=2 * MOMENT)
     async with asyncio.timeout(MOMENT):
         assert await waiting == [Done("pull-1")]
@@ -141,7 +141,7 @@ async def test_what_one_task_reads_wakes_another_that_it_is_for(
         daemon.send(wire.Status(daemon.expect(wire.StatusRequest).call, report))
     driver = worker._driver
     while not (driver.core.events._awaited.get("o") or driver.core._reports or driver.detached):
-        select.select(worker._watched, (), (), MOMENT)  # meanwhile the loop does not look
+        select.select(worker._driver._watched, (), (), MOMENT)  # meanwhile the loop does not look
         assert (worker.poll() if by == "poll" else await worker.wait(0)) == []
     async with asyncio.timeout(MOMENT):
         await asking

@@ -1,10 +1,12 @@
 """The worker's end of the socket for requests, and bytes made by hand at the other."""
 
 import errno
+import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
@@ -84,7 +86,7 @@ def test_what_had_no_room_gets_out_though_nobody_calls(dealer: Dealer, daemon_en
     while len(received) < 3:
         received += decoder.feed(daemon_end.recv(1 << 16))
     assert received == [Ready(NAME), *messages]
-    while dealer._sender is not None:
+    while dealer._sender.waiting:
         time.sleep(0)
 
 
@@ -113,7 +115,7 @@ def test_a_send_that_fails_ends_the_connection(
         def __init__(self, made: socket.socket) -> None:
             self._made = made
 
-        def send(self, _data: bytearray) -> int:
+        def send(self, _data: bytes) -> int:
             raise OSError(errno.ENOBUFS, "no buffer space")
 
         def __getattr__(self, name: str) -> Any:
@@ -163,32 +165,135 @@ def test_garbage_is_refused(dealer: Dealer, daemon_end: socket.socket) -> None:
 
 
 def test_what_waits_gets_out_before_it_is_closed(dealer: Dealer, daemon_end: socket.socket) -> None:
-    read: list[bytes] = []
-    reader = Thread(target=lambda: read.extend(iter(lambda: daemon_end.recv(1 << 16), b"")))
     dealer.send(bytes(limits.MIB))
-    assert dealer._unsent
-    reader.start()
-    dealer.close(PATIENCE)
-    reader.join()
-    assert b"".join(read) == zmtp.hello(NAME) + frame(bytes(limits.MIB))
+    assert dealer._sender.waiting
+    with reading(daemon_end) as read:
+        dealer.close(PATIENCE)
+    assert bytes(read) == zmtp.hello(NAME) + frame(bytes(limits.MIB))
 
 
-def test_without_a_thread_what_follows_sends_the_rest(
-    dealer: Dealer, daemon_end: socket.socket, monkeypatch: pytest.MonkeyPatch
+class Threads:
+    """Whether threads can be started."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = False
+        start = Thread.start
+
+        def try_to(thread: Thread) -> None:
+            if not self.left:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(Thread, "start", try_to)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    return Threads(monkeypatch)
+
+
+@pytest.mark.parametrize("then", [lambda dealer: dealer.send(b"behind it"), lambda dealer: dealer.flush()])
+def test_what_waits_for_a_thread_gets_out_once_one_can_be_started(
+    dealer: Dealer, daemon_end: socket.socket, threads: Threads, then: Callable[[Dealer], object]
 ) -> None:
-    def refuse(_thread: Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(Thread, "start", refuse)
     messages = [bytes(300 * limits.KIB), b"behind it"]
     assert dealer.send(messages[0])
+    assert dealer.unsent
+    threads.left = True
+    then(dealer)
+    assert not dealer.unsent
     decoder, received = Decoder(limits.MAX_MESSAGE_BYTES), []
-    size = len(zmtp.hello(NAME)) + len(frame(messages[0])) - len(dealer._unsent)
-    received += decoder.feed(daemon_end.recv(size, socket.MSG_WAITALL))
-    assert dealer.send(messages[1])
-    while len(received) < 3:
+    while len(received) < 2:
         received += decoder.feed(daemon_end.recv(1 << 16))
-    assert received == [Ready(NAME), *messages]
+    assert received[:2] == [Ready(NAME), messages[0]]
+
+
+def test_one_that_was_full_without_a_thread_takes_more_once_there_is_one(
+    dealer: Dealer, daemon_end: socket.socket, threads: Threads
+) -> None:
+    most = bytes(limits.MAX_MESSAGE_BYTES)
+    while dealer.send(most):
+        pass
+    threads.left = True
+    assert not dealer.send(most)
+    while not dealer.send(b"more"):
+        daemon_end.recv(1 << 20)
+
+
+def test_what_waits_gets_out_before_it_is_closed_without_a_thread(
+    dealer: Dealer, daemon_end: socket.socket, threads: Threads
+) -> None:
+    dealer.send(bytes(limits.MIB))
+    threads.left = True
+    with reading(daemon_end) as read:
+        threads.left = False
+        dealer.close(PATIENCE)
+    assert bytes(read) == zmtp.hello(NAME) + frame(bytes(limits.MIB))
+
+
+@contextmanager
+def reading(daemon_end: socket.socket) -> Iterator[bytearray]:
+    """What comes until the end."""
+    read = bytearray()
+
+    def read_all() -> None:
+        while part := daemon_end.recv(1 << 16):
+            read.extend(part)
+
+    reader = Thread(target=read_all)
+    reader.start()
+    yield read
+    reader.join()
+
+
+def test_a_thread_that_fails_ends_the_connection(
+    dealer: Dealer, daemon_end: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next message would be taken for the rest of the one that was cut."""
+
+    def fail() -> None:
+        raise OSError(errno.ENOBUFS, "no buffer space")
+
+    monkeypatch.setattr(dealer._sender, "_send", fail)
+    with reading(daemon_end):
+        assert dealer.send(bytes(limits.MIB))
+    assert dealer.send(b"more")
+    with pytest.raises(Unavailable, match="ended the connection for requests"):
+        dealer.receive()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_one_that_is_forgotten_sends_what_waits_and_hangs_up(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        dealer = Dealer(bytes(tmp_path / "s"), NAME)
+        os.unlink(tmp_path / "s")
+        daemon_end, _ = listener.accept()
+        with daemon_end:
+            daemon_end.settimeout(PATIENCE)
+            dealer.send(bytes(limits.MIB))
+            del dealer
+            read = b"".join(iter(lambda: daemon_end.recv(1 << 16), b""))
+    assert read == zmtp.hello(NAME) + frame(bytes(limits.MIB))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_end_of_a_fork_leaves_the_parents_connection_alone(
+    dealer: Dealer, daemon_end: socket.socket, waits: bool
+) -> None:
+    if waits:
+        assert dealer.send(bytes(limits.MIB))
+    child = os.fork()
+    if not child:
+        dealer.close(PATIENCE)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert dealer.send(b"more")
+    expected, read = zmtp.hello(NAME) + frame(bytes(limits.MIB)) * waits + frame(b"more"), b""
+    while len(read) < len(expected):
+        read += daemon_end.recv(1 << 16)
+    assert read == expected
 
 
 def test_one_that_does_not_read_delays_the_end_by_so_long_only(dealer: Dealer, daemon_end: socket.socket) -> None:

@@ -35,6 +35,12 @@ class Host:
             self.requests.append(codec.worker_requests.decode(event.frame))
 
 
+def lend(host, memory, size, incarnation=1, connection=1):
+    """The daemon's answer to an attach."""
+    attached = Attached(b"s" * 16, "ipc://d", "d", incarnation, "sim://d", size, "plain", kept=False)
+    host.worker_port.send_session(connection, codec.encode(attached), (memory,))
+
+
 def attached_driver(host):
     cache = make_cache("flash-hnd", 0, 1, num_blocks=4, block_tokens=2, groups=1)
     worker = Process(host.world.loop, "worker")
@@ -42,9 +48,7 @@ def attached_driver(host):
     dependencies = Dependencies(connection, connection, lambda number, _: SimPool(host.world.kernel, number), b"i" * 16)
     driver = Driver("", "w", cache.raw, cache.spec.pool_bytes, dependencies)
     driver.step(0.0)
-    memory = host.world.kernel.create("daemon", cache.spec.pool_bytes)
-    attached = Attached(b"s" * 16, "ipc://d", "d", 1, "sim://d", cache.spec.pool_bytes, "plain", kept=False)
-    host.worker_port.send_session(1, codec.encode(attached), (memory,))
+    lend(host, host.world.kernel.create("daemon", cache.spec.pool_bytes), cache.spec.pool_bytes)
     host.world.loop.run_until(0.1)
     driver.step(0.1)
     assert driver.connected
@@ -97,6 +101,23 @@ def test_a_pull_without_an_outcome_ends_though_each_step_of_the_engine_takes_lon
         driver.step(now)
     [failed] = driver.core.take_events()
     assert (type(failed), failed.code) == (Failed, "deadline")
+
+
+def test_requests_end_with_their_daemon_though_its_successor_is_never_heard_on_the_request_socket(monkeypatch):
+    host = Host()
+    driver = attached_driver(host)
+    driver.request(driver.core.pull("r", "ticket", [Blocks(0, 0, [1])], 60.0, 0.1))
+    driver._connection.session.hang_up(lose=True)
+    host.world.loop.run_until(0.2)
+    driver.step(0.2)
+    driver.step(0.3)  # it has connected again, and the process lives
+    monkeypatch.setattr(driver._connection._lender, "dead", True)
+    monkeypatch.setattr(driver._connection, "join", lambda _seconds: False)
+    lend(host, host.world.kernel.dup(driver.pool.descriptor), driver._pool_bytes, incarnation=2, connection=2)
+    host.world.loop.run_until(0.4)
+    driver.step(0.4)
+    assert not driver.connected
+    assert [event.code for event in driver.core.take_events() if isinstance(event, Failed)] == ["daemon_lost"]
 
 
 def test_a_path_that_is_too_long_for_a_socket_is_refused_at_once():

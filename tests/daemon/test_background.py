@@ -1,6 +1,8 @@
 import asyncio
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from kvd.daemon.parts import Background
 from kvd.errors import BadRequest, ErrorCode, InternalError
@@ -53,6 +55,28 @@ async def test_work_for_which_no_thread_can_be_started_fails_and_is_not_done_lat
         Background(loop, threads)(lambda: done.append("later"), later.set_result)
         await asyncio.wait_for(later, MOMENT)
     assert done == ["later"]
+
+
+async def test_work_that_was_refused_is_not_kept(monkeypatch):
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as threads, monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", _refused)
+        asker = Asker()
+        kept = weakref.ref(asker)
+        answered = loop.create_future()
+        Background(loop, threads)(asker.work, partial(asker.done, answered))
+        await asyncio.wait_for(answered, MOMENT)
+        await asyncio.sleep(0)
+        del asker
+        assert kept() is None
+
+
+class Asker:
+    def work(self):
+        """Has `self` in what it is given."""
+
+    def done(self, answered, result):
+        answered.set_result(result)
 
 
 def _refused(_thread):

@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from kvd.errors import KvdError
 from kvd.net.inquiry import Inquiry
+from kvd.protocol import ticket as tickets
 from tests.serving.shared import LOST_SOON
 from tests.support.elsewhere import elsewhere
 from tests.support.patience import PATIENCE
@@ -85,10 +86,14 @@ class Faulty:
         await until(self.attached)
 
     async def attached(self) -> bool:
-        """Whether both engines have attached, for which they take a step: tickets name an idle engine's last daemon."""
+        """Whether both engines have attached, for which they take a step, and tickets name the daemon that is there."""
         for server in (self.pair.prefill, self.pair.decode):
             await complete(server.url, make_body(MODEL, make_prompt(1, seed=next(_numbers)), 1))
-        return all([(await scrape(daemon)).total("kvd_workers") == 1 for daemon in self.pair.daemons.values()])
+        if not all([(await scrape(daemon)).total("kvd_workers") == 1 for daemon in self.pair.daemons.values()]):
+            return False
+        params = await prefill(self.pair.prefill.url, make_body(MODEL, make_prompt(100, seed=next(_numbers)), 1))
+        status = await asyncio.to_thread(_status, self.pair.daemons["prefill"])
+        return f'"address":"{tickets.decode(params["kvd_ticket"]).ranks[0].address}"' in status
 
     async def ends_by_policy(self, body: dict[str, object], expected: Completion) -> None:
         """A request whose KV is lost: an error where the policy is to fail, else the right tokens all the same."""

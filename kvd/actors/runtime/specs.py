@@ -37,7 +37,7 @@ class SpecReader:
         """Calls `then` with a spec, or with what is wrong about it."""
         self._wanted[connection] = spec, then
         if self._slots.enter(connection, (party,)):
-            self._start(connection)
+            self._start_first(connection)
 
     def forget(self, connection: int) -> None:
         """If a connection's spec waits to be read, `then` is called with an error instead."""
@@ -45,6 +45,19 @@ class SpecReader:
             self._slots.forget(connection)
             _, then = self._wanted.pop(connection)
             then(refusal(ErrorCode.CANCELLED, "the connection has ended"))
+
+    def _start_first(self, connection: int | None) -> None:
+        """Starts the first of these who can be: this one, and those that wait."""
+        while connection is not None:
+            try:
+                self._start(connection)
+            except Exception as error:  # noqa: BLE001 - whatever it is, those who wait need the slot
+                _, then = self._wanted.pop(connection)
+                self._slots.leave(connection)
+                then(refusal(ErrorCode.INTERNAL, f"its spec cannot be read: internal {type(error).__name__}: {error}"))
+                connection = self._slots.next()
+            else:
+                return
 
     def _start(self, connection: int) -> None:
         spec, _ = self._wanted[connection]
@@ -63,8 +76,5 @@ class SpecReader:
             if len(self._known) > self._kept:
                 del self._known[next(iter(self._known))]
         self._slots.leave(connection)
-        try:
-            if (other := self._slots.next()) is not None:
-                self._start(other)
-        finally:
-            then(result)
+        self._start_first(self._slots.next())
+        then(result)

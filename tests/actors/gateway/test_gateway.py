@@ -168,6 +168,26 @@ def test_specs_of_attaches_are_read_one_at_a_time_and_users_take_turns():
     assert read == 5
 
 
+def test_a_spec_that_cannot_be_read_for_whatever_reason_leaves_its_turn_to_the_others():
+    stage, waiting = Stage(rules=(Rule(uid=2000, pools=("*",)),)), []
+
+    def background(work, done):
+        if len(waiting) == 1:
+            waiting.append(None)
+            raise MemoryError
+        waiting.append((work, done))
+
+    stage.actors.gateway.connections._specs._background = background
+    for number in range(1, 4):
+        stage.attach(f"worker{number}", number, uid=2000, descriptors=(10 + number,))
+    for work, done in filter(None, waiting):
+        done(work())
+        stage.run()
+    assert len(waiting) == 3
+    assert len(stage.actors.gateway._sessions.workers) == 2
+    assert [getattr(answer, "code", "") for answer in stage.on_sessions] == [ErrorCode.INTERNAL, "", ""]
+
+
 @pytest.mark.parametrize("connection", [1, 2])
 def test_descriptors_with_a_request_that_needs_none_are_closed_once(stage, connection):
     """Closing one twice could close another file that got its number in between."""

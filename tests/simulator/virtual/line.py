@@ -106,7 +106,7 @@ class SimConnection(Connection):
 
     def filenos(self) -> tuple[int, ...]:
         """Descriptors of the open sockets."""
-        return (_SESSION, _REQUESTS) if self.phase is Phase.ATTACHED else (_SESSION,)
+        return (_SESSION, _REQUESTS) if self.phase in {Phase.JOINING, Phase.ATTACHED} else (_SESSION,)
 
     def open(self, attach: Attach, descriptor: int | None) -> None:
         """Connects and asks for the pool."""
@@ -146,10 +146,11 @@ class SimConnection(Connection):
         assert self.session is not None
         self.session.connect_requests(attached.session)
         self._lender = self.session.port.process
-        self.phase = Phase.ATTACHED
+        self.phase = Phase.JOINING
 
-    def join(self) -> bool:
+    def join(self, seconds: float = 0.0) -> bool:
         """At once."""
+        self.phase = Phase.ATTACHED
         return True
 
     def detach(self) -> None:
