@@ -24,6 +24,12 @@ largest specs at once, two of the largest tickets."""
 MAX_UNFINISHED_BYTES_OF_STRANGERS: Final = 128 * MIB
 """The same of all users but root and the daemon's own: some have thousands of user ids."""
 
+MAX_UNSENT_BYTES: Final = 16 * MIB
+"""Bytes for a worker that does not read them."""
+
+MAX_UNSENT_BYTES_PER_PEER: Final = 64 * MIB
+"""The same for a peer over a Unix socket without keys. What many peers get alike takes its memory once."""
+
 MAX_NAME_BYTES: Final = 128
 """Worker, pool and daemon names: they become labels, log fields and file names."""
 

@@ -31,6 +31,8 @@ CONNECT_TIMEOUT_MS: Final = 1000
 RECONNECT_MS: Final = 20
 RECONNECT_MAX_MS: Final = 500
 BACKLOG: Final = 1024
+SHARED_BYTES: Final = 4096
+"""Longer answers to peers (welcomes) share one copy, however many leave them unread."""
 
 TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = (
     (

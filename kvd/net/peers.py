@@ -16,52 +16,42 @@ import os
 import re
 import resource
 import secrets
-import socket as sockets
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import zmq
 
-from kvd import limits
 from kvd.errors import ErrorCode, refusal
 from kvd.net.interface import OPEN, Intake, PeerAnswered, PeerAsked, PeerEvent
-from kvd.net.local.gate import Gate
-from kvd.net.local.relay import Passage, PrivateListener, finish
+from kvd.net.local.own_user import OwnUserPeers
 from kvd.net.lock import PathLock
-from kvd.net.names import HostNames, NamedHost, Resolve, is_name, resolve
-from kvd.net.options import LINGER_MS, Kind, apply
+from kvd.net.names import Resolve, resolve
 from kvd.net.places import check_address, check_own, check_user
-from kvd.net.pump import SocketPump
-from kvd.net.stream import no_descriptor
-from kvd.net.trust import HandshakeMonitor, OnRejected, Reason, Rejection, Trust, ZapHandler
-from kvd.net.unix import credentials
+from kvd.net.trust import OnRejected, Trust
+from kvd.net.zmq_peers import ZmqPeers
 from kvd.protocol.address import is_everywhere
 
 _TCP_WITHOUT_KEYS = (
     "is reached over TCP, where nothing proves who answers; give both daemons `curve_key` and `curve_peers`, and this "
     "one `listen` at tcp://, or that and `--insecure` if everybody on the network is trusted"
 )
-_OWN_SOCKETS = 8
-"""Sockets of a context besides the links: for peers, the ZAP handler, monitors."""
 _DESCRIPTORS_OVER_TCP = 4
 """The socket's own, its connection's, one for the peer's connection to us, and one for everything else."""
+_DESCRIPTORS_OF_OWN_USER = 6
+"""The same over Unix sockets without keys: its connection, the peer's to us, three for its pools, and one."""
 DESCRIPTORS_PER_LINK = 12
-"""The same where both go over a Unix socket and through relays: six, three, and three for the peer's pools."""
-_SHARED_BYTES = 4096
-"""Longer answers (welcomes) share one copy, however many peers leave them unread."""
+"""The same with keys, where both connections go through relays: six, three, and three for the peer's pools."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Link:
     """A daemon that we connected to."""
 
-    pump: SocketPump
+    carrier: OwnUserPeers | ZmqPeers
     key: bytes | None
     """Its public key; None without CURVE."""
-    passage: Passage | None
-    """None over TCP."""
 
 
 class PeerSockets:
@@ -94,25 +84,17 @@ class PeerSockets:
             )
         self._listen = listen
         self._path: str | None = match["path"]
-        self._folder = folder or (os.path.dirname(self._path) if self._path else tempfile.gettempdir())
         self._lock: PathLock | None = None
-        self._gate: Gate | None = None
-        self._inner: PrivateListener | None = None
         self._agent = agent
         self._advertise = advertise
         self._trust = trust
-        self._on_rejected = on_rejected
-        self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, limits.MAX_PEERS + _OWN_SOCKETS)
-        self._shared = lru_cache(maxsize=16)(_shared)
-        self._zap: ZapHandler | None = None
-        self._monitor: HandshakeMonitor | None = None
-        self._router: SocketPump | None = None
+        self._own_user = OwnUserPeers(on_rejected)
+        folder = folder or (os.path.dirname(self._path) if self._path else tempfile.gettempdir())
+        self._zmq = ZmqPeers(folder, trust, on_rejected, resolve)
+        self._server = self._carrier(self._path)
         self._links: dict[int, _Link] = {}
-        self._names = HostNames(resolve)
         self._numbers = itertools.count(1)
         self._on_event: Callable[[PeerEvent], None] | None = None
-        self._intake: Intake = OPEN
 
     @property
     def address(self) -> str:
@@ -128,69 +110,29 @@ class PeerSockets:
             BadRequest: `BAD_CONFIG`, the address cannot be bound (in use, not ours).
 
         """
+        self._on_event = on_event
+        self._own_user.inlet.intake = self._zmq.intake = intake
         if self._path is not None:
             self._lock = PathLock(self._path)
-        socket = self._context.socket(zmq.ROUTER)
-        apply(socket, Kind.PEER_ROUTER)
-        if self._trust is not None:
-            self._zap = ZapHandler(self._context, self._trust, self._on_rejected)
-            self._monitor = HandshakeMonitor(socket, self._on_rejected)
-            self._trust.secure_server(socket)
-        self._bind(socket)
-        self._on_event, self._intake = on_event, intake
-        self._router = self._pump(socket, on_event)
-
-    def _bind(self, socket: "zmq.Socket[bytes]") -> None:
         try:
-            if self._path is not None:
-                self._inner = PrivateListener(self._folder)
-                socket.setsockopt(zmq.USE_FD, self._inner.socket.detach())
-                socket.bind(f"ipc://{self._inner.path}")
-                self._gate = Gate(self._path, self._inner, self._on_rejected, own_user=self._trust is None)
-            else:
-                socket.bind(self._listen)
+            place = self._listen_at(on_event)
         except (OSError, zmq.ZMQError) as error:
-            self._stop_guards()
-            socket.close(0)
             self.close()
             raise refusal(ErrorCode.BAD_CONFIG, f"cannot listen on {self._listen!r}: {error}") from error
-        if self._path is not None:
-            self._advertise = self._listen
-        elif self._advertise is None:
-            # Keep the given host: the socket would spell an IPv4 address the IPv6 way.
-            port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-            self._advertise = f"{self._listen.rpartition(':')[0]}:{port}"
+        if self._advertise is None or self._path is not None:
+            self._advertise = place
 
-    def _pump(self, socket: "zmq.Socket[bytes]", on_event: Callable[[PeerEvent], None]) -> SocketPump:
-        def received(parts: list[bytes], key: str = "") -> None:
-            # The first part is the sender. A message in several parts is invalid, as is the empty frame in its place.
-            on_event(PeerAsked(parts[0], parts[1] if len(parts) == 2 else b"", key))
+    def _listen_at(self, on_event: Callable[[PeerEvent], None]) -> str:
+        if self._path is not None and self._server is self._own_user:
+            self._own_user.listen(self._path, lambda sender, frame, _uid: on_event(PeerAsked(sender, frame)))
+            return self._listen
+        return self._zmq.listen(
+            self._listen, self._path, lambda sender, frame, key: on_event(PeerAsked(sender, frame, key))
+        )
 
-        def received_with_key(parts: list[bytes]) -> None:
-            key = parts.pop().decode()
-            if self._may_speak(parts[0], key):
-                received(parts, key)
-
-        if self._trust is not None:
-            return SocketPump(socket, received_with_key, witness="User-Id", intake=self._intake)
-        return SocketPump(socket, received, intake=self._intake)
-
-    def _is_ours(self, connected: sockets.socket) -> bool:
-        """Whether a daemon that we have connected to over a Unix socket may be a peer; reports it if not."""
-        user = credentials(connected).uid
-        if self._trust is not None or user == os.geteuid():
-            return True
-        self._on_rejected(Rejection(Reason.OTHER_USER, address=f"user {user}"))
-        return False
-
-    def _may_speak(self, sender: bytes, key: str) -> bool:
-        """Whether a message's key is still allowed and belongs to the daemon it names; reports it if not."""
-        assert self._trust is not None  # noqa: S101 - only called with it
-        if self._trust.speaks_for(key, sender.partition(b"#")[0].decode(errors="replace")):
-            return True
-        known = self._trust.name_of(bytes.fromhex(key)) is not None
-        self._on_rejected(Rejection(Reason.WRONG_NAME if known else Reason.UNKNOWN_KEY, key))
-        return False
+    def _carrier(self, path: str | None) -> OwnUserPeers | ZmqPeers:
+        """What talks to peers at a Unix socket, or over TCP if `path` is None."""
+        return self._zmq if path is None or self._trust is not None else self._own_user
 
     def connect(self, address: str, party: str = "") -> int:
         """Opens a link to a daemon, as `PeerPort` says.
@@ -209,45 +151,30 @@ class PeerSockets:
         key = self._server_key(match)
         if self._trust is None and match["path"] is not None:
             check_user(match["path"])
-        socket = self._new_dealer()
-        apply(socket, Kind.PEER_DEALER)
-        socket.setsockopt(zmq.ROUTING_ID, self._agent + b"#" + secrets.token_hex(8).encode())
-        if self._trust is not None and key is not None:
-            self._trust.secure_client(socket, key)
-        passage, link = None, next(self._numbers)
-        try:
-            if match["path"] is not None:
-                passage = Passage(match["path"], self._folder, self._is_ours)
-                socket.connect(passage.address)
-            elif is_name(match["host"]):
-                self._names.add(link, NamedHost(socket, match["host"], match["port"], party))
-            else:
-                socket.connect(match["place"])
-        except zmq.ZMQError as error:
-            socket.close(0)
-            raise refusal(ErrorCode.BAD_TICKET, f"cannot connect to {address!r}: {error}") from error
-        except OSError as error:
-            socket.close(0)
-            raise no_descriptor(error) from error
+        self._leave_descriptors()
+        link, routing_id = next(self._numbers), self._agent + b"#" + secrets.token_hex(8).encode()
 
-        def received(parts: list[bytes]) -> None:
+        def received(frame: bytes) -> None:
             if self._still_allowed(key):
-                on_event(PeerAnswered(link, parts[0] if len(parts) == 1 else b""))
+                on_event(PeerAnswered(link, frame))
 
-        self._links[link] = _Link(SocketPump(socket, received, intake=self._intake), key, passage)
+        carrier = self._carrier(match["path"])
+        if carrier is self._own_user:
+            self._own_user.connect(link, match["path"], routing_id, received)
+        else:
+            self._zmq.connect(link, match, routing_id, received, key=key, party=party)
+        self._links[link] = _Link(carrier, key)
         return link
 
-    def _new_dealer(self) -> "zmq.Socket[bytes]":
-        """Makes a link's socket, but leaves descriptors for sessions and metrics."""
+    def _leave_descriptors(self) -> None:
+        """Refuses another link where sessions and metrics need what descriptors are left."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        each = DESCRIPTORS_PER_LINK if self._path else _DESCRIPTORS_OVER_TCP
+        each = _DESCRIPTORS_OVER_TCP
+        if self._path is not None:
+            each = _DESCRIPTORS_OF_OWN_USER if self._trust is None else DESCRIPTORS_PER_LINK
         if len(self._links) >= most // each:
             text = f"{len(self._links)} peers are as many as {most} open files allow; raise LimitNOFILE (ulimit -n)"
             raise refusal(ErrorCode.OVERLOADED, text)
-        try:
-            return self._context.socket(zmq.DEALER)
-        except zmq.ZMQError as error:
-            raise refusal(ErrorCode.OVERLOADED, f"no socket for another peer: {error}") from error
 
     def _server_key(self, match: re.Match[str]) -> bytes | None:
         """The key that the daemon at an address has to prove; None without CURVE."""
@@ -273,71 +200,36 @@ class PeerSockets:
 
     def greet(self, link: int, frame: bytes) -> None:
         """See `PeerPort`."""
-        self._names.find(link, partial(self.ask, link, frame))
+        self._zmq.names.find(link, partial(self.ask, link, frame))
 
     def hurry(self, link: int, party: str) -> None:
         """See `PeerPort`."""
-        self._names.hurry(link, party)
+        self._zmq.names.hurry(link, party)
 
     def trouble(self, link: int) -> str:
         """See `PeerPort`."""
-        return self._names.trouble(link)
+        return self._zmq.names.trouble(link)
 
     def ask(self, link: int, frame: bytes) -> bool:
         """Sends a frame on a link; False if its queue is full, it is closed, or its key is no longer allowed."""
         known = self._links.get(link)
-        return known is not None and self._still_allowed(known.key) and known.pump.send([frame])
+        return known is not None and self._still_allowed(known.key) and known.carrier.ask(link, frame)
 
     def answer(self, sender: bytes, frame: bytes) -> bool:
         """Sends a frame to a daemon that connected to us; False if its queue is full or it is gone."""
-        content = frame if len(frame) < _SHARED_BYTES else self._shared(frame)
-        return self._router is not None and self._router.send([sender, content])
+        return self._server.answer(sender, frame)
 
     def disconnect(self, link: int) -> None:
         """Closes a link and drops its unsent frames; ignores an unknown one."""
-        self._names.remove(link)
         known = self._links.pop(link, None)
         if known is not None:
-            known.pump.close(linger_ms=0)
-            if known.passage is not None:
-                known.passage.close()
+            known.carrier.disconnect(link)
 
     def close(self) -> None:
-        """Closes everything, after at most `kvd.net.options.LINGER_MS`."""
-        links = list(self._links.values())
-        for number in self._links:
-            self._names.remove(number)
-        for link in links:
-            link.pump.close()
+        """Closes everything, after what `kvd.net.options.LINGER_MS` allows each carrier."""
         self._links.clear()
-        self._stop_guards()
-        if self._router is not None:
-            self._router.close()
-            self._router = None
-        self._context.term()
-        passages = [link.passage for link in links if link.passage is not None]
-        finish((relay for passage in passages for relay in passage.relays), LINGER_MS / 1000)
-        for passage in passages:
-            passage.close()
-        if self._gate is not None:
-            self._gate.close(LINGER_MS / 1000)
-            self._gate = None
-        if self._inner is not None:
-            self._inner.close()
-            self._inner = None
+        self._own_user.close()
+        self._zmq.close()
         if self._lock is not None and self._path is not None:
             self._lock.release(self._path)
             self._lock = None
-
-    def _stop_guards(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
-        if self._zap is not None:
-            self._zap.close()
-            self._zap = None
-
-
-def _shared(frame: bytes) -> zmq.Frame:
-    """A frame that libzmq sends to many peers without a copy for each."""
-    return zmq.Frame(frame, copy=True)

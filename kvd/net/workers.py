@@ -1,4 +1,4 @@
-"""The two local sockets of a daemon: sessions of workers (Unix stream) and their requests (ZMQ over ipc)."""
+"""The two local sockets of a daemon: sessions of workers (Unix stream) and their requests (ZMTP)."""
 
 import itertools
 import os
@@ -7,16 +7,18 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from kvd import foreign
+from kvd import foreign, limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, refusal
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
+from kvd.net.local.connection import Inlet
 from kvd.net.local.listener import MAX_CONNECTIONS, Listener, hang_up
 from kvd.net.local.reader import UnfinishedBytes
-from kvd.net.local.request_socket import RequestSocket
+from kvd.net.local.router_socket import RouterSocket
 from kvd.net.local.session import Session, WatchedProcesses
 from kvd.net.lock import PathLock
+from kvd.net.options import LINGER_MS
 from kvd.net.stream import pack
-from kvd.net.unix import MAX_PATH_BYTES, created_with, credentials, take_descriptors
+from kvd.net.unix import MAX_PATH_BYTES, created_with, credentials, is_trusted, take_descriptors
 from kvd.protocol.address import REQUESTS
 from kvd.protocol.codec import encode
 from kvd.protocol.worker import Refused
@@ -59,7 +61,7 @@ class WorkerSockets:
         self._path = path
         self._mode = mode
         self._may_pass = may_pass
-        self._requests: RequestSocket | None = None
+        self._requests: RouterSocket | None = None
         self._listeners: list[Listener] = []
         self._locks: dict[str, PathLock] = {}
         """By path."""
@@ -69,14 +71,15 @@ class WorkerSockets:
         self._sessions: dict[int, Session] = {}
         self._closing: set[Session] = set()
         self._unfinished: Counter[int] = Counter()
-        """Bytes of unfinished frames, by user."""
+        """Bytes of sessions' unfinished frames, by user."""
+        self._unfinished_requests: Counter[int] = Counter()
         self._numbers = itertools.count(1)
         self._on_event: Callable[[WorkerEvent], None]
         self._intake: Intake = OPEN
 
     @property
     def endpoint(self) -> str:
-        """Where a worker connects its ZMQ socket."""
+        """Where a worker connects its DEALER."""
         return f"ipc://{self._path}{REQUESTS}"
 
     def start(self, on_event: Callable[[WorkerEvent], None], intake: Intake = OPEN) -> None:
@@ -95,10 +98,10 @@ class WorkerSockets:
             raise
         self._process = os.pidfd_open(os.getpid()) if self._given_ends is None else os.dup(self._given_ends)
         self._peers = WatchedProcesses(on_event)
-        self._requests = RequestSocket(self._received, intake)
+        self._requests = RouterSocket(limits.MAX_MESSAGE_BYTES, limits.MAX_UNSENT_BYTES, self._received, Inlet(intake))
         try:
             with created_with(self._mode):
-                self._listeners.append(Listener(self._path + REQUESTS, self._requests.accept, intake))
+                self._listeners.append(Listener(self._path + REQUESTS, self._accepted_requests, intake))
                 self._listeners.append(Listener(self._path, self._accepted, intake, _NO_DESCRIPTORS))
         except OSError as error:
             self.close()
@@ -145,7 +148,7 @@ class WorkerSockets:
             listener.close()
         self._listeners.clear()
         if self._requests is not None:
-            self._requests.close()
+            self._requests.close(LINGER_MS / 1000)
             self._requests = None
         if self._peers is not None:
             self._peers.close()
@@ -159,6 +162,15 @@ class WorkerSockets:
 
     def _received(self, session: bytes, frame: bytes, uid: int) -> None:
         self._on_event(WorkerFrame(session, frame, uid))
+
+    def _accepted_requests(self, accepted: socket.socket) -> None:
+        assert self._requests is not None  # noqa: S101 - it is there while anybody listens
+        uid = credentials(accepted).uid
+        users = [connection.uid for connection in self._requests.connections]
+        if _has_room(uid, users) and foreign.waiting(uid) < limits.MAX_CLOSING_PER_USER:
+            self._requests.accept(accepted, uid, UnfinishedBytes(uid, self._unfinished_requests))
+        else:
+            hang_up(accepted)
 
     def _accepted(self, accepted: socket.socket) -> None:
         pid, uid, gid = credentials(accepted)
@@ -184,3 +196,11 @@ class WorkerSockets:
         if isinstance(event, SessionClosed) and self._sessions.pop(event.connection, None) is None:
             return
         self._on_event(event)
+
+
+def _has_room(uid: int, users: list[int]) -> bool:
+    """Whether one more connection for requests is taken beside those of `users`."""
+    if len(users) >= MAX_CONNECTIONS:
+        return False
+    others = [user for user in users if not is_trusted(user)]
+    return is_trusted(uid) or (len(others) < limits.MAX_STRANGERS and others.count(uid) < limits.MAX_SESSIONS_PER_USER)

@@ -30,15 +30,17 @@ from kvd.client import (
     Released,
     Worker,
     connection,
+    driver,
     waits,
 )
+from kvd.client.connection import Phase
 from kvd.client.dealer import Dealer
 from kvd.client.driver import Driver
 from kvd.client.requests import inbox
 from kvd.client.requests.inbox import ACKNOWLEDGE_SECONDS
 from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.net import workers
 from kvd.net.interface import SessionClosed
-from kvd.net.local.request_socket import RequestSocket
 from kvd.net.unix import Credentials
 from kvd.protocol import worker as wire
 from kvd.protocol.status import Totals
@@ -886,8 +888,8 @@ def test_requests_of_a_worker_that_does_nothing_more_all_get_out(daemon: Scripte
 def test_a_request_is_not_lost_where_the_daemon_has_no_room_for_its_connection_yet(
     daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rooms, has_room = iter([False, True]), RequestSocket._has_room
-    monkeypatch.setattr(RequestSocket, "_has_room", lambda owner, uid: next(rooms) and has_room(owner, uid))
+    rooms, has_room = iter([False, True]), workers._has_room
+    monkeypatch.setattr(workers, "_has_room", lambda uid, users: next(rooms) and has_room(uid, users))
     with Worker.attach(daemon.path, name="prefill-0", spec=Spec(), timeout=MOMENT) as worker:
         worker.offer_nowait("offer-1", tokens=48, blocks=BLOCKS, ttl=30.0)
         assert daemon.expect(SessionClosed)
@@ -904,6 +906,25 @@ def test_a_worker_whose_connection_for_requests_alone_ends_attaches_again(
     lost, back = wait_for(worker, 2)
     assert isinstance(lost, Disconnected)
     assert back == Reattached(1, same=True)
+
+
+def test_the_poll_that_hears_the_daemons_answer_has_attached(
+    daemon: ScriptedDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "WELCOME_SECONDS", MOMENT)
+    for _ in range(3):
+        daemon.hang_up_on_requests()
+        eventually_polled(lambda: not worker.connected, worker)
+        eventually_polled(lambda: worker.connected, worker)
+
+
+def eventually_polled(condition: Callable[[], bool], worker: Worker) -> None:
+    """Polls as an engine does: never while it waits."""
+    until = time.monotonic() + MOMENT
+    while not condition():
+        assert time.monotonic() < until
+        worker.poll()
+        assert worker._driver._connection.phase is not Phase.JOINING
 
 
 def test_an_offer_of_the_last_moment_gets_out_before_the_session_ends(daemon: ScriptedDaemon) -> None:

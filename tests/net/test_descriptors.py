@@ -55,7 +55,7 @@ def connected(path: str) -> socket.socket:
 @pytest.fixture
 def old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """No socket can refuse descriptors."""
-    for module in ("net.local.listener", "net.local.request_socket", "net.workers", "transport.samehost.exporter"):
+    for module in ("net.local.listener", "net.local.connection", "net.workers", "transport.samehost.exporter"):
         monkeypatch.setattr(f"kvd.{module}.take_descriptors", lambda _sock, take: False)
 
 

@@ -127,8 +127,9 @@ async def test_a_link_that_is_closed_leaves_nothing(producer: Daemon, consumer: 
     before = len(os.listdir("/proc/self/fd"))
     link = await talk(consumer, producer)
     consumer.port.disconnect(link)
-    assert producer.port._gate is not None
-    while len(producer.port._gate._relays) > 1 or len(os.listdir("/proc/self/fd")) > before:  # noqa: ASYNC110
+    gate = producer.port._server._gate
+    assert gate is not None
+    while gate._of_user.total() > 1 or len(os.listdir("/proc/self/fd")) > before:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
@@ -232,11 +233,12 @@ async def test_a_message_with_a_descriptor_is_not_taken_from_a_peer_nor_from_a_d
 async def test_where_the_kernel_cannot_refuse_it_the_connection_ends_and_others_are_heard(
     producer: Daemon, consumer: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("listener", "relay"):
+    for module in ("listener", "relay", "connection"):
         monkeypatch.setattr(f"kvd.net.local.{module}.take_descriptors", lambda _sock, take: False)
     link = await talk(consumer, producer)
-    assert producer.port._gate is not None
-    take_descriptors(producer.port._gate._listener._socket, take=True)
+    gate = producer.port._server._gate
+    assert gate is not None
+    take_descriptors(gate._listener._socket, take=True)
     with lingering_socket() as stuck, stranger(producer.path, HANDSHAKE[:64]) as hostile:
         socket.send_fds(hostile, [frame(b"hello")], [stuck])
         os.close(stuck)

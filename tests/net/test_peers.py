@@ -73,8 +73,8 @@ async def test_answers_that_arrive_during_a_send_are_not_left_lying(producer: Da
             consumer.port.ask(link, b"a")
             consumer.port.ask(link, b"b")
 
-    producer.port._router._on_message = lambda parts: producer_event(PeerAsked(*parts))
-    consumer.port._links[link].pump._on_message = lambda parts: consumer_event(PeerAnswered(link, parts[0]))
+    producer.port._zmq._router._on_message = lambda parts: producer_event(PeerAsked(*parts))
+    consumer.port._zmq._links[link].pump._on_message = lambda parts: consumer_event(PeerAnswered(link, parts[0]))
     consumer.port.ask(link, b"a")
     consumer.port.ask(link, b"b")
     async with asyncio.timeout(MOMENT):
@@ -120,7 +120,7 @@ async def test_a_link_closed_by_its_own_answer_stays_closed(producer: Daemon, co
         consumer.port.disconnect(link)
         closed.set()
 
-    consumer.port._links[link].pump._on_message = close
+    consumer.port._zmq._links[link].pump._on_message = close
     consumer.port.ask(link, b"hello")
     asked = await producer.inbox.next(PeerAsked)
     producer.port.answer(asked.sender, b"one")
@@ -250,7 +250,7 @@ async def test_an_oversize_message_costs_its_sender_the_connection_and_nothing_e
 
 async def test_a_message_in_several_parts_is_passed_up_as_an_empty_frame(producer: Daemon, consumer: Daemon) -> None:
     link = consumer.port.connect(producer.port.address)
-    consumer.port._links[link].pump.send([b"hello", b"there"])
+    consumer.port._zmq._links[link].pump.send([b"hello", b"there"])
     assert without_token(await producer.inbox.next(PeerAsked)) == PeerAsked(b"consumer/1", b"")
 
 

@@ -108,6 +108,24 @@ class Listener:
             _log.error("connections are refused", path=self._path, reason=why, open_files=most, hint=hint)
 
 
+def connect_to(path: str) -> socket.socket:
+    """A connection that takes no descriptors, where the kernel can refuse them, and does not block.
+
+    Raises:
+        OSError: nobody listens there, too many wait to be accepted, or no descriptor is left.
+
+    """
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made.setblocking(False)
+        take_descriptors(made, take=False)
+        made.connect(path)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
 def hang_up(accepted: socket.socket, last_words: bytes = b"") -> None:
     """Ends a connection that was never read."""
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Passes bytes between a peer's Unix socket and one of libzmq's, whoever of the two connects.
+"""Passes bytes between a peer's Unix socket and one of libzmq's, which proves keys, whoever of the two connects.
 
 libzmq accepts whoever comes, aborts the process where no descriptor is left for that, and receives descriptors that
 come with a message in its only thread. So it has sockets that only this process can connect to, and peers have ours.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvd.errors import BadRequest
-from kvd.net.local.listener import hang_up
+from kvd.net.local.listener import connect_to, hang_up
 from kvd.net.options import BACKLOG, RECONNECT_MAX_MS, RECONNECT_MS
 from kvd.net.stream import receive_without_descriptors
 from kvd.net.unix import credentials, take_descriptors
@@ -185,7 +185,7 @@ _LAST_PAUSE: Final = RECONNECT_MAX_MS / 1000
 
 
 class Passage:
-    """A DEALER that connects to `address` talks to whoever listens at `path`, if `admits` says so of the connection.
+    """A DEALER that connects to `address` talks to whoever listens at `path`.
 
     It is tried again and again, after pauses that double until somebody answers.
 
@@ -194,9 +194,8 @@ class Passage:
 
     """
 
-    def __init__(self, path: str, folder: str, admits: Callable[[socket.socket], bool]) -> None:
+    def __init__(self, path: str, folder: str) -> None:
         self._path = path
-        self._admits = admits
         self._loop = asyncio.get_running_loop()
         self._inside: socket.socket | None = None
         """The DEALER's connection, while nobody is at the other end."""
@@ -250,19 +249,13 @@ class Passage:
     def _try(self) -> None:
         if self._inside is None:
             return
-        outside = None
-        with contextlib.suppress(OSError):
-            outside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            outside.setblocking(False)
-            take_descriptors(outside, take=False)
-            outside.connect(self._path)
-            if self._admits(outside):
-                inside, self._inside = self._inside, None
-                self._relay = Relay(outside, inside, self._ended)
-                return
-        if outside is not None:
-            hang_up(outside)
-        self._try_in(self._pause)
+        try:
+            outside = connect_to(self._path)
+        except OSError:
+            self._try_in(self._pause)
+            return
+        inside, self._inside = self._inside, None
+        self._relay = Relay(outside, inside, self._ended)
 
     def _ended(self, relay: Relay) -> None:
         self._relay = None

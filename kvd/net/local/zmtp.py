@@ -1,4 +1,4 @@
-"""ZMTP 3 without security, between a daemon's ROUTER and its workers' DEALERs: bytes in, frames out, no I/O.
+"""ZMTP 3 without security, between a daemon's ROUTER and DEALERs of workers and peers: bytes in, frames out, no I/O.
 
 The protocol is https://rfc.zeromq.org/spec/23 and /37. libzmq's own ROUTER cannot be bounded: it keeps the parts of a
 message until the last one arrives, however many there are, and routing ids as large as a message. Here a message has

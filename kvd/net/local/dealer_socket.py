@@ -1,0 +1,107 @@
+"""The daemon's end of a Unix socket of a peer that it connects to."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+
+from kvd import limits
+from kvd.net.local import zmtp
+from kvd.net.local.connection import Connection, Inlet, Outbox
+from kvd.net.local.listener import connect_to, hang_up
+from kvd.net.options import RECONNECT_MAX_MS, RECONNECT_MS
+from kvd.net.trust import OnRejected, Reason, Rejection
+from kvd.net.unix import credentials
+
+
+class DealerSocket:
+    """Exchanges messages with the ROUTER that listens at `path`, if it has our own user.
+
+    It connects again and again, after pauses that double until somebody answers; what was not sent waits for that.
+    Whatever is not a message of one part ends a connection and is reported as an empty message.
+    """
+
+    def __init__(
+        self, path: str, routing_id: bytes, on_message: Callable[[bytes], None], inlet: Inlet, on_rejected: OnRejected
+    ) -> None:
+        self.on_message = on_message
+        self.inlet = inlet
+        self.outbox = Outbox(limits.MAX_UNSENT_BYTES_PER_PEER)
+        self.welcomed: Connection | None = None
+        """The connection, once the other end has done its half of the handshake: before, it may hang up on messages."""
+        self._connection: _Connection | None = None
+        self._path = path
+        self._hello = zmtp.hello(routing_id)
+        self._on_rejected = on_rejected
+        self._pause_ms = 0
+        self._closed = False
+        self._again: asyncio.TimerHandle | None = None
+        self._connect()
+
+    def send(self, message: bytes) -> bool:
+        """Sends without blocking, perhaps over the next connection; False if too much waits."""
+        if not self.outbox.put(zmtp.header(len(message)), message):
+            return False
+        if self.welcomed is not None:
+            self.welcomed.send_waiting()
+        return True
+
+    def close(self) -> None:
+        """Ends the connection, and drops what was not sent."""
+        self._closed = True
+        if self._again is not None:
+            self._again.cancel()
+        if self._connection is not None:
+            self._connection.close()
+
+    def on_welcome(self, connection: Connection) -> None:
+        """Sends what has waited; the next pause is a short one."""
+        self.welcomed = connection
+        self._pause_ms = 0
+        connection.send_waiting()
+
+    def on_end(self) -> None:
+        """Connects again, after a pause."""
+        self.welcomed = self._connection = None
+        self.outbox.rewind()
+        if not self._closed:
+            self._pause_ms = min(max(2 * self._pause_ms, RECONNECT_MS), RECONNECT_MAX_MS)
+            self._again = asyncio.get_running_loop().call_later(self._pause_ms / 1000, self._connect)
+
+    def _connect(self) -> None:
+        try:
+            connected = connect_to(self._path)
+        except OSError:
+            self.on_end()
+            return
+        if self._greets(connected):
+            self._connection = _Connection(connected, self)
+        else:
+            hang_up(connected)
+            self.on_end()
+
+    def _greets(self, connected: socket.socket) -> bool:
+        user = credentials(connected).uid
+        if user != os.geteuid():
+            self._on_rejected(Rejection(Reason.OTHER_USER, address=f"user {user}"))
+            return False
+        try:
+            return connected.send(self._hello) == len(self._hello)
+        except OSError:  # it has hung up
+            return False
+
+
+class _Connection(Connection):
+    def __init__(self, connected: socket.socket, owner: DealerSocket) -> None:
+        decoder = zmtp.Decoder(limits.MAX_MESSAGE_BYTES, of_router=True)
+        super().__init__(connected, decoder, owner.outbox, owner.inlet, uid=os.geteuid())
+        self._owner = owner
+
+    def welcome(self, routing_id: bytes) -> None:  # noqa: ARG002 - a ROUTER has none
+        self._owner.on_welcome(self)
+
+    def message(self, content: bytes) -> None:
+        self._owner.on_message(content)
+
+    def ended(self) -> None:
+        self._owner.on_end()
