@@ -6,6 +6,7 @@ from typing import Final
 import zmq
 
 from kvd import limits
+from kvd.net.links import BACKLOG, HANDSHAKE_MS, LINGER_MS, RECONNECT_MAX_MS, RECONNECT_MS
 
 
 class Kind(Enum):
@@ -19,20 +20,13 @@ class Kind(Enum):
 _CONNECTING: Final = (Kind.PEER_DEALER, Kind.ENGINE_PUSH)
 _ALL: Final = tuple(Kind)
 
-LINGER_MS: Final = 200
 SEND_MESSAGES: Final = 4096
 RECEIVE_REQUESTS: Final = 64
 """In a daemon, from one peer that connected: 64 MiB, as a request has at most 1 MiB."""
 RECEIVE_LARGE: Final = 16
 """In a daemon, from one peer that it connected to: 256 MiB, as frames may have 16 MiB."""
 UNANSWERED_MS: Final = 5000
-HANDSHAKE_MS: Final = 5000
 CONNECT_TIMEOUT_MS: Final = 1000
-RECONNECT_MS: Final = 20
-RECONNECT_MAX_MS: Final = 500
-BACKLOG: Final = 1024
-SHARED_BYTES: Final = 4096
-"""Longer answers to peers (welcomes) share one copy, however many leave them unread."""
 
 TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = (
     (

@@ -226,7 +226,7 @@ class PeerSockets:
             known.carrier.disconnect(link)
 
     def close(self) -> None:
-        """Closes everything, after what `kvd.net.options.LINGER_MS` allows each carrier."""
+        """Closes everything, after what `kvd.net.links.LINGER_MS` allows each carrier."""
         self._links.clear()
         self._own_user.close()
         self._zmq.close()

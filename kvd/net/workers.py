@@ -10,13 +10,13 @@ from typing import Final
 from kvd import foreign, limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, refusal
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
+from kvd.net.links import LINGER_MS
 from kvd.net.local.connection import Inlet
 from kvd.net.local.listener import MAX_CONNECTIONS, Listener, hang_up
 from kvd.net.local.reader import UnfinishedBytes
 from kvd.net.local.router_socket import RouterSocket
 from kvd.net.local.session import Session, WatchedProcesses
 from kvd.net.lock import PathLock
-from kvd.net.options import LINGER_MS
 from kvd.net.stream import pack
 from kvd.net.unix import MAX_PATH_BYTES, created_with, credentials, is_trusted, take_descriptors
 from kvd.protocol.address import REQUESTS
@@ -139,7 +139,7 @@ class WorkerSockets:
         return self._requests is not None and self._requests.send(session, frame)
 
     def close(self) -> None:
-        """Closes the sockets and removes their files, after at most `kvd.net.options.LINGER_MS`."""
+        """Closes the sockets and removes their files, after at most `kvd.net.links.LINGER_MS`."""
         for session in (*self._sessions.values(), *self._closing):
             session.close()
         self._sessions.clear()

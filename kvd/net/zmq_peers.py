@@ -10,10 +10,11 @@ import zmq
 from kvd import limits
 from kvd.errors import ErrorCode, refusal
 from kvd.net.interface import OPEN, Intake
+from kvd.net.links import LINGER_MS, SHARED_BYTES
 from kvd.net.local.gate import KeyGate
 from kvd.net.local.relay import Passage, PrivateListener, finish
 from kvd.net.names import HostNames, NamedHost, Resolve, is_name
-from kvd.net.options import LINGER_MS, SHARED_BYTES, Kind, apply
+from kvd.net.options import Kind, apply
 from kvd.net.pump import SocketPump
 from kvd.net.stream import no_descriptor
 from kvd.net.trust import HandshakeMonitor, OnRejected, Reason, Rejection, Trust, ZapHandler

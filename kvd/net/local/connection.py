@@ -13,10 +13,10 @@ from typing import Final
 from kvd import limits
 from kvd.errors import KvdError
 from kvd.net.interface import OPEN, Intake
+from kvd.net.links import HANDSHAKE_MS
 from kvd.net.local import zmtp
 from kvd.net.local.listener import hang_up
 from kvd.net.local.reader import FrameReader, UnfinishedBytes
-from kvd.net.options import HANDSHAKE_MS
 from kvd.net.stream import RECEIVE_BYTES, receive_without_descriptors
 from kvd.net.unix import take_descriptors
 

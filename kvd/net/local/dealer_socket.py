@@ -6,10 +6,10 @@ import socket
 from collections.abc import Callable
 
 from kvd import limits
+from kvd.net.links import RECONNECT_MAX_MS, RECONNECT_MS
 from kvd.net.local import zmtp
 from kvd.net.local.connection import Connection, Inlet, Outbox
 from kvd.net.local.listener import connect_to, hang_up
-from kvd.net.options import RECONNECT_MAX_MS, RECONNECT_MS
 from kvd.net.trust import OnRejected, Reason, Rejection
 from kvd.net.unix import credentials
 

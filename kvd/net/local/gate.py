@@ -12,9 +12,9 @@ from typing import Final
 
 from kvd import foreign, limits
 from kvd.errors import Unavailable
+from kvd.net.links import LINGER_MS
 from kvd.net.local.listener import Listener, connect_to, hang_up
 from kvd.net.local.relay import PrivateListener, Relay, finish
-from kvd.net.options import LINGER_MS
 from kvd.net.trust import OnRejected, Reason, Rejection
 from kvd.net.unix import Party, created_with, party_at
 

@@ -14,7 +14,7 @@ import structlog
 
 from kvd import foreign, limits
 from kvd.net.interface import Intake
-from kvd.net.options import BACKLOG
+from kvd.net.links import BACKLOG
 from kvd.net.unix import credentials, take_descriptors
 
 MAX_CONNECTIONS: Final = 2 * limits.MAX_WORKERS

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 from kvd import limits
+from kvd.net.links import LINGER_MS, SHARED_BYTES
 from kvd.net.local.connection import Inlet, flush_all
 from kvd.net.local.dealer_socket import DealerSocket
 from kvd.net.local.gate import Gate
 from kvd.net.local.router_socket import OnMessage, RouterSocket
-from kvd.net.options import LINGER_MS, SHARED_BYTES
 from kvd.net.trust import OnRejected, Reason
 from kvd.net.unix import Party
 

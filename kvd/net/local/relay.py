@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvd.errors import BadRequest
+from kvd.net.links import BACKLOG, RECONNECT_MAX_MS, RECONNECT_MS
 from kvd.net.local.listener import connect_to, hang_up
-from kvd.net.options import BACKLOG, RECONNECT_MAX_MS, RECONNECT_MS
 from kvd.net.stream import receive_without_descriptors
 from kvd.net.unix import credentials, take_descriptors
 from kvd.net.watch import ReadWatch
