@@ -13,7 +13,7 @@ from kvd.client.driver import UNSENT_SECONDS, Driver
 from kvd.client.events import Blocks, Event
 from kvd.client.session import Spec
 from kvd.client.waits import WaitingSession, Waits
-from kvd.net.watch import ReadWatch
+from kvd.net.unix import ReadWatch
 
 T = TypeVar("T")
 

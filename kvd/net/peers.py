@@ -124,7 +124,7 @@ class PeerSockets:
 
     def _listen_at(self, on_event: Callable[[PeerEvent], None]) -> str:
         if self._path is not None and self._server is self._own_user:
-            self._own_user.listen(self._path, lambda sender, frame, _uid: on_event(PeerAsked(sender, frame)))
+            self._own_user.listen(self._path, lambda sender, _uid, frame: on_event(PeerAsked(sender, frame)))
             return self._listen
         return self._zmq.listen(
             self._listen, self._path, lambda sender, frame, key: on_event(PeerAsked(sender, frame, key))

@@ -136,7 +136,8 @@ class WorkerSockets:
 
     def send(self, session: bytes, frame: bytes) -> bool:
         """Sends a frame to a worker; False if its queue is full or it is not connected."""
-        return self._requests is not None and self._requests.send(session, frame)
+        connection = None if self._requests is None else self._requests.by_routing_id.get(session)
+        return connection is not None and connection.send(frame)
 
     def close(self) -> None:
         """Closes the sockets and removes their files, after at most `kvd.net.links.LINGER_MS`."""
@@ -160,7 +161,7 @@ class WorkerSockets:
             path, lock = self._locks.popitem()
             lock.release(path)
 
-    def _received(self, session: bytes, frame: bytes, uid: int) -> None:
+    def _received(self, session: bytes, uid: int, frame: bytes) -> None:
         self._on_event(WorkerFrame(session, frame, uid))
 
     def _accepted_requests(self, accepted: socket.socket) -> None:

@@ -68,6 +68,7 @@ def hello_to(address, milliseconds):
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         apply(stranger, Kind.PEER_DEALER)
         stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.ROUTING_ID, b"stranger#1#0")
         stranger.connect(address)
         stranger.send(codec.encode(Hello("stranger", 1)))
         return [bool(stranger.poll(milliseconds))]

@@ -11,8 +11,7 @@ from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, Worker
 from kvd.net.local.relay import Relay
 from kvd.net.local.zmtp import hello
 from kvd.net.stream import pack
-from kvd.net.unix import readable
-from kvd.net.watch import ReadWatch
+from kvd.net.unix import ReadWatch, readable
 from kvd.net.workers import WorkerSockets
 from tests.fuzz.zmtp import frame
 from tests.net.conftest import Inbox

@@ -4,9 +4,8 @@ import contextlib
 import selectors
 import socket
 import time
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Final
 
@@ -93,7 +92,11 @@ class Inlet:
 
 
 class Connection(FrameReader[zmtp.Received]):
-    """Owns `connected`, at whose other end is user `uid`; sends what is in `outbox`."""
+    """Owns `connected`, at whose other end is user `uid`; sends what is in `outbox`.
+
+    `on_welcome` is called with the connection and a routing id once the other end has done its half of the handshake,
+    and sets `on_message`; `on_end` is called once the connection is closed.
+    """
 
     def __init__(
         self,
@@ -103,12 +106,18 @@ class Connection(FrameReader[zmtp.Received]):
         inlet: Inlet,
         *,
         uid: int,
+        on_welcome: "Callable[[Connection, bytes], None]",
+        on_end: "Callable[[Connection], None]",
         unfinished: UnfinishedBytes | None = None,
     ) -> None:
         super().__init__(connected.fileno(), inlet.intake)
         self.socket = connected
         self.uid = uid
-        self.outbox = outbox
+        self.on_message: Callable[[bytes], None] = lambda _message: None
+        """Takes each message, and an empty one for what nobody should send."""
+        self._outbox = outbox
+        self._on_welcome = on_welcome
+        self._on_end = on_end
         self._decoder = decoder
         self._buffer = inlet.buffer
         self._unfinished = unfinished
@@ -118,21 +127,13 @@ class Connection(FrameReader[zmtp.Received]):
         """Whether the loop tells when there is room for more."""
         self._deadline = self.loop.call_later(HANDSHAKE_MS / 1000, self.close)
 
-    @abstractmethod
-    def welcome(self, routing_id: bytes) -> None:
-        """The other end has done its half of the handshake."""
+    def send(self, message: bytes) -> bool:
+        """Sends without blocking; False if too much waits."""
+        return self.send_bytes(zmtp.header(len(message)), message)
 
-    @abstractmethod
-    def message(self, content: bytes) -> None:
-        """Takes a message."""
-
-    @abstractmethod
-    def ended(self) -> None:
-        """The connection is closed."""
-
-    def send(self, header: bytes, body: bytes = b"") -> bool:
-        """Sends a frame without blocking; False if too much waits."""
-        if not self.outbox.put(header, body):
+    def send_bytes(self, header: bytes, body: bytes = b"") -> bool:
+        """The same of a frame as it goes out."""
+        if not self._outbox.put(header, body):
             return False
         self.send_waiting()
         return True
@@ -145,7 +146,7 @@ class Connection(FrameReader[zmtp.Received]):
     def flush(self) -> bool:
         """Sends what the kernel takes now; True if nothing is left that somebody could read."""
         try:
-            done = self.outbox.flush(self.socket)
+            done = self._outbox.flush(self.socket)
         except OSError:  # the read side reports the end; what follows a part of a frame would be taken for its rest
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
@@ -164,7 +165,7 @@ class Connection(FrameReader[zmtp.Received]):
         hang_up(self.socket)
         if self._unfinished is not None:
             self._unfinished.release()
-        self.ended()
+        self._on_end(self)
 
     def receive(self) -> bool:
         """Reads once."""
@@ -178,7 +179,7 @@ class Connection(FrameReader[zmtp.Received]):
         except OSError:
             return False
         self.frames.extend(self._decoder.feed(self._buffer[:size]))
-        if self._unfinished is not None:
+        if self._unfinished is not None and self._unfinished.own != self._decoder.unfinished:
             self._unfinished.set(self._decoder.unfinished)
         return size > 0
 
@@ -186,21 +187,23 @@ class Connection(FrameReader[zmtp.Received]):
         """Takes a frame."""
         if isinstance(frame, zmtp.Ready):
             self._deadline.cancel()
-            self.welcome(frame.routing_id)
+            self._on_welcome(self, frame.routing_id)
         elif isinstance(frame, bytes):
-            self.message(frame)
+            self.on_message(frame)
         elif self._unsent_pongs < MAX_UNSENT_PONGS:
             pong = zmtp.pong(frame)
             self._unsent_pongs += len(pong)
-            self.send(pong)
+            self.send_bytes(pong)
         else:
             self.close()
 
     def lost(self, error: KvdError | None) -> None:
-        """Hangs up on one that is gone, or has sent what nobody should; an empty message stands for that."""
+        """Hangs up on one that is gone, or has sent what nobody should, be it behind its half of the handshake."""
+        if error is not None and self.frames and isinstance(self.frames[0], zmtp.Ready):
+            self.deliver(self.frames.popleft())
         self.close()
         if error is not None:
-            self.message(b"")
+            self.on_message(b"")
 
     def _flush(self) -> None:
         if self.socket.fileno() < 0:

@@ -24,12 +24,12 @@ class DealerSocket:
     def __init__(
         self, path: str, routing_id: bytes, on_message: Callable[[bytes], None], inlet: Inlet, on_rejected: OnRejected
     ) -> None:
-        self.on_message = on_message
-        self.inlet = inlet
-        self.outbox = Outbox(limits.MAX_UNSENT_BYTES_PER_PEER)
         self.welcomed: Connection | None = None
         """The connection, once the other end has done its half of the handshake: before, it may hang up on messages."""
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
+        self._on_message = on_message
+        self._inlet = inlet
+        self._outbox = Outbox(limits.MAX_UNSENT_BYTES_PER_PEER)
         self._path = path
         self._hello = zmtp.hello(routing_id)
         self._on_rejected = on_rejected
@@ -40,7 +40,7 @@ class DealerSocket:
 
     def send(self, message: bytes) -> bool:
         """Sends without blocking, perhaps over the next connection; False if too much waits."""
-        if not self.outbox.put(zmtp.header(len(message)), message):
+        if not self._outbox.put(zmtp.header(len(message)), message):
             return False
         if self.welcomed is not None:
             self.welcomed.send_waiting()
@@ -54,31 +54,25 @@ class DealerSocket:
         if self._connection is not None:
             self._connection.close()
 
-    def on_welcome(self, connection: Connection) -> None:
-        """Sends what has waited; the next pause is a short one."""
-        self.welcomed = connection
-        self._pause_ms = 0
-        connection.send_waiting()
-
-    def on_end(self) -> None:
-        """Connects again, after a pause."""
-        self.welcomed = self._connection = None
-        self.outbox.rewind()
-        if not self._closed:
-            self._pause_ms = min(max(2 * self._pause_ms, RECONNECT_MS), RECONNECT_MAX_MS)
-            self._again = asyncio.get_running_loop().call_later(self._pause_ms / 1000, self._connect)
-
     def _connect(self) -> None:
         try:
             connected = connect_to(self._path)
         except OSError:
-            self.on_end()
+            self._try_again()
             return
         if self._greets(connected):
-            self._connection = _Connection(connected, self)
+            self._connection = Connection(
+                connected,
+                zmtp.Decoder(limits.MAX_MESSAGE_BYTES, of_router=True),
+                self._outbox,
+                self._inlet,
+                uid=os.geteuid(),
+                on_welcome=self._welcome,
+                on_end=self._ended,
+            )
         else:
             hang_up(connected)
-            self.on_end()
+            self._try_again()
 
     def _greets(self, connected: socket.socket) -> bool:
         user = credentials(connected).uid
@@ -90,18 +84,18 @@ class DealerSocket:
         except OSError:  # it has hung up
             return False
 
+    def _welcome(self, connection: Connection, _routing_id: bytes) -> None:
+        self.welcomed = connection
+        self._pause_ms = 0
+        connection.on_message = self._on_message
+        connection.send_waiting()
 
-class _Connection(Connection):
-    def __init__(self, connected: socket.socket, owner: DealerSocket) -> None:
-        decoder = zmtp.Decoder(limits.MAX_MESSAGE_BYTES, of_router=True)
-        super().__init__(connected, decoder, owner.outbox, owner.inlet, uid=os.geteuid())
-        self._owner = owner
+    def _ended(self, _connection: Connection) -> None:
+        self.welcomed = self._connection = None
+        self._outbox.rewind()
+        if not self._closed:
+            self._try_again()
 
-    def welcome(self, routing_id: bytes) -> None:  # noqa: ARG002 - a ROUTER has none
-        self._owner.on_welcome(self)
-
-    def message(self, content: bytes) -> None:
-        self._owner.on_message(content)
-
-    def ended(self) -> None:
-        self._owner.on_end()
+    def _try_again(self) -> None:
+        self._pause_ms = min(max(2 * self._pause_ms, RECONNECT_MS), RECONNECT_MAX_MS)
+        self._again = asyncio.get_running_loop().call_later(self._pause_ms / 1000, self._connect)

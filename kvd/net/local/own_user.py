@@ -38,8 +38,8 @@ class OwnUserPeers:
 
     def answer(self, sender: bytes, frame: bytes) -> bool:
         """Sends without blocking to one that has connected; False if its queue is full or it is gone."""
-        content = frame if len(frame) < SHARED_BYTES else self._shared(frame)
-        return self._gate is not None and self._gate.router.send(sender, content)
+        connection = None if self._gate is None else self._gate.router.by_routing_id.get(sender)
+        return connection is not None and connection.send(frame if len(frame) < SHARED_BYTES else self._shared(frame))
 
     def connect(self, link: int, path: str, routing_id: bytes, on_message: Callable[[bytes], None]) -> None:
         """Talks to who listens at `path`, now or later."""

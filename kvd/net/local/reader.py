@@ -8,8 +8,7 @@ from typing import Final, Generic, TypeVar
 from kvd import limits
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import Intake
-from kvd.net.unix import is_trusted
-from kvd.net.watch import ReadWatch
+from kvd.net.unix import ReadWatch, is_trusted
 
 
 class UnfinishedBytes:
@@ -18,7 +17,7 @@ class UnfinishedBytes:
     def __init__(self, uid: int, by_user: Counter[int]) -> None:
         self._uid = uid
         self._by_user = by_user
-        self._own = 0
+        self.own = 0
 
     def set(self, size: int) -> None:
         """Replaces what was counted for this connection.
@@ -27,10 +26,8 @@ class UnfinishedBytes:
             Unavailable: `OVERLOADED`, the user's connections together, or those of all strangers, are above the bound.
 
         """
-        if size == self._own:
-            return
-        self._by_user[self._uid] += size - self._own
-        self._own = size
+        self._by_user[self._uid] += size - self.own
+        self.own = size
         if self._by_user[self._uid] > limits.MAX_UNFINISHED_BYTES_PER_USER:
             text = f"unfinished frames of user {self._uid} exceed {limits.MAX_UNFINISHED_BYTES_PER_USER} bytes"
             raise refusal(ErrorCode.OVERLOADED, f"{text}; attach fewer workers at a time")
@@ -44,8 +41,8 @@ class UnfinishedBytes:
 
     def release(self) -> None:
         """The connection is over."""
-        self._by_user[self._uid] -= self._own
-        self._own = 0
+        self._by_user[self._uid] -= self.own
+        self.own = 0
         if not self._by_user[self._uid]:
             del self._by_user[self._uid]
 

@@ -18,8 +18,7 @@ from kvd.errors import BadRequest
 from kvd.net.links import BACKLOG, RECONNECT_MAX_MS, RECONNECT_MS
 from kvd.net.local.listener import connect_to, hang_up
 from kvd.net.stream import receive_without_descriptors
-from kvd.net.unix import credentials, take_descriptors
-from kvd.net.watch import ReadWatch
+from kvd.net.unix import ReadWatch, credentials, take_descriptors
 
 CHUNK_BYTES: Final = 64 * 1024
 _buffer: Final = memoryview(bytearray(CHUNK_BYTES))

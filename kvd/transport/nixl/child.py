@@ -16,8 +16,7 @@ from typing import Final
 from kvd import foreign
 from kvd.errors import KvdError, Unavailable
 from kvd.net.stream import Frame, FrameStream
-from kvd.net.unix import readable, take_descriptors
-from kvd.net.watch import ReadWatch
+from kvd.net.unix import ReadWatch, readable, take_descriptors
 from kvd.transport.nixl import messages
 from kvd.transport.nixl.messages import NotOpened, Opened
 from kvd.transport.nixl.ucx import environment_of

@@ -16,7 +16,7 @@ import structlog
 
 from kvd import limits
 from kvd.errors import ErrorCode, KvdError, refusal
-from kvd.net.watch import ReadWatch
+from kvd.net.unix import ReadWatch
 from kvd.protocol.codec import encode, export_addresses
 from kvd.protocol.export import ExportAddress
 from kvd.transport.interface import (
