@@ -20,6 +20,7 @@ from typing import Protocol
 
 from kvd.client.connection import Connection, Phase
 from kvd.client.core import Core
+from kvd.client.loan import Loan, Map
 from kvd.client.pool import Pool, map_pool
 from kvd.client.reading import Reading
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError, Unavailable, refusal
@@ -58,11 +59,11 @@ class Poller(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """A driver's surroundings; the simulator has its own. `map` takes the descriptor over."""
+    """A driver's surroundings; the simulator has its own."""
 
     connection: Connection
     poller: Poller
-    map: Callable[[int, Attached], Pool]
+    map: Map
     instance: bytes
 
 
@@ -74,7 +75,6 @@ class Driver:
     ) -> None:
         dependencies = dependencies or Dependencies(Connection(path), select.poll(), map_pool, os.urandom(16))
         self.core = Core(name)
-        self.pool: Pool | None = None
         self.failed: KvdError | None = None
         """Why the daemon no longer accepts this worker; requests raise it."""
         self.detached = self.closed = False
@@ -85,22 +85,24 @@ class Driver:
         self._connection = dependencies.connection
         self._path = path
         self._attach = Attach(name, dependencies.instance, spec)
-        self._map = dependencies.map
-        self._pool_bytes = pool_bytes
+        self._loan = Loan(path, pool_bytes, dependencies.connection, dependencies.map)
         self._poller = dependencies.poller
         self._watched: tuple[int, ...] = ()
         self._outbox: deque[bytes] = deque()
         self._last_error: KvdError | None = None
         self._joining: Attached | None = None
         """What the daemon said when it lent the pool, until requests can be sent."""
-        self._lent_by = 0
-        """The run of the daemon that this worker was attached to last; 0 if it never was."""
         self._attached_at = 0.0
         self._reading = Reading()
         self._retry_at = 0.0
         self._retry_after = 0.0
 
     # --- for the clients -----------------------------------------------------------------------------------------
+
+    @property
+    def pool(self) -> Pool | None:
+        """The pool that was lent."""
+        return self._loan.pool
 
     @property
     def connected(self) -> bool:
@@ -264,15 +266,14 @@ class Driver:
 
     def _attached(self, attached: Attached, descriptor: int, process: int) -> None:
         try:
-            self._take(attached, descriptor)
-            if self._lent_by not in (0, attached.incarnation):
+            if self._loan.take(attached, descriptor):
                 self.core.on_daemon_gone()  # now, as only the one that lent the pool last is watched
             self._connection.attach(attached, process)
         except KvdError:
             self._connection.discard(process)
             raise
         self._watch(self._connection.filenos())
-        self._lent_by, self._joining = attached.incarnation, attached
+        self._loan.incarnation, self._joining = attached.incarnation, attached
 
     def _go_on_attaching(self, now: float) -> bool:
         ready = dict(self._poller.poll(0))
@@ -300,32 +301,6 @@ class Driver:
             self._receive_session(now)  # where the request connection was lost, it may say why
         if lost is not None and self._connection.phase is Phase.JOINING:
             self._drop(lost, now)
-
-    def _take(self, attached: Attached, descriptor: int) -> None:
-        """Maps the pool, or closes another descriptor of the one that is mapped."""
-        try:
-            self._check(attached, descriptor)
-        except KvdError:
-            self._connection.discard(descriptor)
-            raise
-        if self.pool is None:
-            self.pool = self._map(descriptor, attached)
-        else:
-            self._connection.discard(descriptor)
-
-    def _check(self, attached: Attached, descriptor: int) -> None:
-        """Checks that the pool has the requested size and is the one lent before."""
-        if attached.pool_bytes != self._pool_bytes:
-            text = f"asked for a pool of {self._pool_bytes} bytes, the daemon lent {attached.pool_bytes}"
-            raise refusal(ErrorCode.BAD_POOL, text)
-        if self.pool is None:
-            return
-        if self._lent_by not in (0, attached.incarnation) and not self._connection.daemon_exited():
-            text = f"another daemon answers at {self._path}, but the process of the one before may still write"
-            raise refusal(ErrorCode.DAEMON_LOST, text)
-        if not self.pool.is_same(descriptor):
-            text = "the daemon lent another pool than before, and the engine's tensors use that one; restart the worker"
-            raise refusal(ErrorCode.BAD_POOL, text)
 
     def _drop(self, error: KvdError, now: float) -> None:
         """Ends the session. Connects again at once if it was stable, else after a growing pause."""

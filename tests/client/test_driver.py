@@ -113,7 +113,7 @@ def test_requests_end_with_their_daemon_though_its_successor_is_never_heard_on_t
     driver.step(0.3)  # it has connected again, and the process lives
     monkeypatch.setattr(driver._connection._lender, "dead", True)
     monkeypatch.setattr(driver._connection, "join", lambda _seconds: False)
-    lend(host, host.world.kernel.dup(driver.pool.descriptor), driver._pool_bytes, incarnation=2, connection=2)
+    lend(host, host.world.kernel.dup(driver.pool.descriptor), driver._loan._pool_bytes, incarnation=2, connection=2)
     host.world.loop.run_until(0.4)
     driver.step(0.4)
     assert not driver.connected
