@@ -75,25 +75,8 @@ def test_one_spec_is_read_at_a_time_and_peers_take_turns(stage):
     assert reads == 81
 
 
-def test_links_of_one_key_take_one_partys_turns():
-    stage = Slow()
-    for number in range(1, 6):
-        ticket = make_ticket("none", address=f"tcp://hostile:{number}#{'ab' * 32}")
-        stage.pull(f"h{number}", (), ticket=ticket, timeout=600.0)
-    stage.pull("honest", (1,), ticket=make_ticket("p0", address=f"tcp://honest:1#{'cd' * 32}"), timeout=600.0)
-    links = stage.dependencies.peer_port.links
-    for link in links:
-        if "hostile" in links[link]:
-            stage.welcomed(link, *(f"x{link}-{number}" for number in range(5)))
-    for link in links:
-        if "honest" in links[link]:
-            stage.welcomed(link, CACHE.spec.dtype)
-    for _ in range(3):
-        stage.work()
-    assert len(stage.asks(Claim)) == 1
-
-
-def test_what_comes_as_a_spec_is_read_goes_behind_those_that_wait():
+def crowd():
+    """A stage with five links of one key, whose pools nobody has, and one of another; and these."""
     stage = Slow()
     for number in range(1, 6):
         ticket = make_ticket("none", address=f"tcp://hostile:{number}#{'ab' * 32}")
@@ -101,7 +84,22 @@ def test_what_comes_as_a_spec_is_read_goes_behind_those_that_wait():
     stage.pull("honest", (1,), ticket=make_ticket("p0", address=f"tcp://honest:1#{'cd' * 32}"), timeout=600.0)
     links = stage.dependencies.peer_port.links
     hostile = [link for link in links if "hostile" in links[link]]
-    [honest] = [link for link in links if "honest" in links[link]]
+    [honest] = links.keys() - set(hostile)
+    return stage, hostile, honest
+
+
+def test_links_of_one_key_take_one_partys_turns():
+    stage, hostile, honest = crowd()
+    for link in hostile:
+        stage.welcomed(link, *(f"x{link}-{number}" for number in range(5)))
+    stage.welcomed(honest, CACHE.spec.dtype)
+    for _ in range(3):
+        stage.work()
+    assert len(stage.asks(Claim)) == 1
+
+
+def test_what_comes_as_a_spec_is_read_goes_behind_those_that_wait():
+    stage, hostile, honest = crowd()
     stage.welcomed(hostile.pop(), "x")
     stage.welcomed(honest, CACHE.spec.dtype)
     for _ in range(2):
