@@ -133,7 +133,7 @@ class Connection:
                 case Attached() if len(frames) == 1 and len(descriptors) == 2 and self.phase is Phase.ATTACHING:
                     process, pool = descriptors.pop(), descriptors.pop()
                     return answer, pool, process
-                case Detached() if len(frames) == 1:
+                case Detached() if len(frames) == 1 and self.phase is Phase.ATTACHED:
                     return answer
             raise refusal(ErrorCode.BAD_MESSAGE, f"an unexpected {type(answer).__name__}")
         finally:
