@@ -219,6 +219,9 @@ MAX_STRANGERS: Final = 192
 MAX_SESSION_FRAME_BYTES: Final = MAX_SPEC_BYTES + 64 * KIB
 """One request on a session; the largest, an attach, is a spec and a little more."""
 
+MAX_SESSION_FRAMES: Final = 64
+"""Frames that may come at once on a session; a worker sends one and waits for the answer."""
+
 SESSION_IDLE_SECONDS: Final = 10.0
 """How long a session without a pool may go without a valid request."""
 

@@ -45,7 +45,8 @@ class Dealer:
             self._socket.close()
             raise
         self._sender = Sender(self._socket)
-        weakref.finalize(self, self._sender.end)  # a thread would keep the connection of one that is not closed
+        # A thread would keep the connection of one that is not closed.
+        weakref.finalize(self, self._sender.end).atexit = False
         self._send(zmtp.hello(routing_id))
 
     def fileno(self) -> int:
@@ -121,8 +122,6 @@ class Dealer:
         for received in self._decoder.feed(data):
             if isinstance(received, bytes):
                 self._received.append(received)
-            elif isinstance(received, zmtp.Ping):
-                raise refusal(ErrorCode.BAD_MESSAGE, "a heartbeat, of which a daemon sends none")
             else:
                 self._welcomed = True
         return True

@@ -24,8 +24,8 @@ class Sender:
         self._given = self._sent = 0
         """Bytes; the first is written by who gives them, the second by the thread, each alone."""
         self._thread: threading.Thread | None = None
-        self._process = 0
-        """That of the thread."""
+        self._process = os.getpid()
+        """Whose bytes wait."""
         self._broken = False
 
     @property
@@ -59,10 +59,10 @@ class Sender:
 
     def close(self, seconds: float) -> None:
         """Sends what waits, for so long at most; no thread is left then. The socket is not closed."""
+        if self._process != os.getpid():
+            return  # we are a fork, and what waits is the parent's
         self.end()
         thread = self._thread
-        if thread is not None and self._process != os.getpid():
-            return  # we are a fork, and what waits is the parent's
         if thread is None or not thread.is_alive():
             self._run(time.monotonic() + seconds)
             return

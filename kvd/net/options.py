@@ -6,7 +6,7 @@ from typing import Final
 import zmq
 
 from kvd import limits
-from kvd.net.links import BACKLOG, HANDSHAKE_MS, LINGER_MS, RECONNECT_MAX_MS, RECONNECT_MS
+from kvd.net.links import BACKLOG, HANDSHAKE_MS, LINGER_MS, RECONNECT_MAX_MS, RECONNECT_MS, SEND_MESSAGES
 
 
 class Kind(Enum):
@@ -20,7 +20,6 @@ class Kind(Enum):
 _CONNECTING: Final = (Kind.PEER_DEALER, Kind.ENGINE_PUSH)
 _ALL: Final = tuple(Kind)
 
-SEND_MESSAGES: Final = 4096
 RECEIVE_REQUESTS: Final = 64
 """In a daemon, from one peer that connected: 64 MiB, as a request has at most 1 MiB."""
 RECEIVE_LARGE: Final = 16

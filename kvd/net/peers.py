@@ -95,6 +95,7 @@ class PeerSockets:
         self._links: dict[int, _Link] = {}
         self._numbers = itertools.count(1)
         self._on_event: Callable[[PeerEvent], None] | None = None
+        self._closed = False
 
     @property
     def address(self) -> str:
@@ -141,12 +142,14 @@ class PeerSockets:
             BadRequest: `BAD_TICKET`, the address is malformed, or has a `#key` although we do not use CURVE or none
                 although we do; `NOT_PERMITTED`, its key is not on the allow-list, or without keys: it is another
                 user's daemon on this host, or one reached over TCP while we listen on a Unix socket.
-            Unavailable: `OVERLOADED`, no socket or no descriptor can be had for another peer.
+            Unavailable: `OVERLOADED`, no socket or no descriptor can be had for another peer, or `close` was called.
 
         """
         on_event = self._on_event
         if on_event is None:
             raise RuntimeError("start the sockets before connecting")
+        if self._closed:
+            raise refusal(ErrorCode.OVERLOADED, "this daemon is stopping: it connects to no more peers")
         match = check_address(address, ErrorCode.BAD_TICKET)
         key = self._server_key(match)
         if self._trust is None and match["path"] is not None:
@@ -227,6 +230,7 @@ class PeerSockets:
 
     def close(self) -> None:
         """Closes everything, after what `kvd.net.links.LINGER_MS` allows each carrier."""
+        self._closed = True
         self._links.clear()
         self._own_user.close()
         self._zmq.close()

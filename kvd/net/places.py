@@ -1,13 +1,14 @@
 """Addresses of peers, as configurations and tickets give them, and who listens there."""
 
+import errno
 import os
 import re
-import socket
 
+from kvd import foreign
 from kvd.errors import ErrorCode, refusal
-from kvd.net.local.listener import hang_up
+from kvd.net.local.listener import connect_to, hang_up
 from kvd.net.stream import no_descriptor
-from kvd.net.unix import MAX_PATH_BYTES, credentials, take_descriptors
+from kvd.net.unix import MAX_PATH_BYTES, credentials
 from kvd.protocol.address import LAST_PORT, PEERS
 
 _ADDRESS = re.compile(
@@ -31,27 +32,25 @@ def check_own(address: str) -> re.Match[str]:
 
 
 def check_user(path: str) -> None:
-    """Refuses a path where another user listens; if nobody does yet, each connection is checked instead.
+    """Refuses a path that leads elsewhere, or where another user listens; if nobody does yet, connections are checked.
 
     Raises:
-        BadRequest: `NOT_PERMITTED`, another user does.
-        Unavailable: `OVERLOADED`, no descriptor is left to find out.
+        BadRequest: `NOT_PERMITTED`, another user does, or the socket was bound under another name.
+        Unavailable: `OVERLOADED`, no descriptor is left to find out, or too many of that user's are yet to be closed.
 
     """
+    user, name = -1, path
     try:
-        probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError as error:
-        raise no_descriptor(error) from error
-    probe.setblocking(False)
-    take_descriptors(probe, take=False)
-    try:
-        probe.connect(path)
-        user = credentials(probe).uid
+        foreign.check(os.stat(path).st_uid)
+        probe = connect_to(path)
     except PermissionError:
-        user = -1
-    except OSError:
+        pass
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise no_descriptor(error) from error
         return
-    finally:
+    else:
+        user, name = credentials(probe).uid, probe.getpeername()
         hang_up(probe)
     if user != os.geteuid():
         who = f"as user {user}" if user >= 0 else "as another user"
@@ -60,6 +59,8 @@ def check_user(path: str) -> None:
             f"the daemon at {path} runs {who}, this one as user {os.geteuid()}, and a Unix socket joins daemons of "
             "one user; run both as one, or give both `curve_key` and `curve_peers`",
         )
+    if name != path:
+        raise refusal(ErrorCode.NOT_PERMITTED, f"{path} leads to the socket of the daemon at {name}: name that")
 
 
 def check_address(address: str, code: ErrorCode) -> re.Match[str]:

@@ -12,6 +12,7 @@ import os
 import resource
 import socket
 import struct
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -45,10 +46,14 @@ def pack(content: bytes) -> bytes:
 
 
 class FrameSplitter:
-    """Splits a stream into frames of at most `bound` bytes; owns each descriptor until its frame is complete."""
+    """Splits a stream into frames of at most `bound` bytes; owns each descriptor until its frame is complete.
 
-    def __init__(self, bound: int = limits.MAX_MESSAGE_BYTES) -> None:
+    More than `at_once` frames that come together are refused: decoding thousands would take others' time.
+    """
+
+    def __init__(self, bound: int = limits.MAX_MESSAGE_BYTES, at_once: int = sys.maxsize) -> None:
         self._bound = bound
+        self._at_once = at_once
         self._bytes = bytearray()
         self._descriptors: tuple[int, ...] = ()
 
@@ -62,7 +67,8 @@ class FrameSplitter:
 
         Raises:
             BadRequest: `TOO_LARGE`, a length above the bound (as random bytes usually are); `BAD_MESSAGE`, more
-                descriptors than a frame may have. Drop the stream; every descriptor not returned before is closed.
+                descriptors than a frame may have, or more frames than may come at once. Drop the stream; every
+                descriptor not returned before is closed.
 
         """
         arrived = tuple(descriptors)
@@ -76,6 +82,9 @@ class FrameSplitter:
                     arrived = ()
                 frames.append(Frame(content, self._descriptors))
                 self._descriptors = ()
+                if len(frames) > self._at_once:
+                    text = f"more than {self._at_once} frames at once; wait for the answers"
+                    raise refusal(ErrorCode.BAD_MESSAGE, text)
             self._keep(arrived)
         except BadRequest:
             foreign.close(descriptor for descriptor in arrived if descriptor not in self._descriptors)
@@ -123,7 +132,7 @@ _NONE_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
 
 
 class FrameStream:
-    """Frames over `sock`, which it owns from now on; received ones have at most `bound` bytes.
+    """Frames over `sock`, which it owns from now on; received ones have at most `bound` bytes, `at_once` in one read.
 
     `owner` is the user at the other end, if it may pass descriptors: those, and the socket, which may hold some, are
     closed by `kvd.foreign`. A `patient` one has what it sends with descriptors wait until the other end takes any.
@@ -134,6 +143,7 @@ class FrameStream:
         sock: socket.socket,
         bound: int = limits.MAX_MESSAGE_BYTES,
         *,
+        at_once: int = sys.maxsize,
         owner: int | None = None,
         patient: bool = False,
     ) -> None:
@@ -141,7 +151,7 @@ class FrameStream:
         self._socket = sock
         self._owner = owner
         self._patient = patient
-        self._splitter = FrameSplitter(bound)
+        self._splitter = FrameSplitter(bound, at_once)
         self._outgoing: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._outgoing_bytes = 0
         self.sent = 0

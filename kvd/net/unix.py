@@ -171,7 +171,7 @@ class ReadWatch:
 
     uvloop watches no more after one call where the socket has an error, which it has if the other end closed without
     reading all (libuv's `uv__poll_io`, uvloop's `UVPoll._fatal_error`): what that call left unread, be it only the end,
-    would never be read.
+    would never be read. So nothing is left to the loop once the other end has closed.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class ReadWatch:
         self._descriptor = descriptor
         self._on_readable = on_readable
         self._loop = loop or asyncio.get_running_loop()
-        self._watching = False
+        self._watching = self._goes_on = False
         self._errors = select.poll()
         self._errors.register(descriptor, 0)
 
@@ -198,10 +198,11 @@ class ReadWatch:
 
     def _readable(self) -> None:
         self._on_readable()
-        if self._watching and self._errors.poll(0):
-            self._loop.call_soon(self._again)  # uvloop drops what is added before this has returned
+        if self._watching and not self._goes_on and self._errors.poll(0):
+            self._goes_on = True
+            self._loop.call_soon(self._go_on)
 
-    def _again(self) -> None:
+    def _go_on(self) -> None:
+        self._goes_on = False
         if self._watching:
-            self.stop()
-            self.start()
+            self._readable()

@@ -5,13 +5,14 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from kvd import foreign, limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, refusal
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
 from kvd.net.links import LINGER_MS
-from kvd.net.local.connection import Inlet
+from kvd.net.local.connection import Inlet, Outbox
 from kvd.net.local.listener import MAX_CONNECTIONS, Listener, hang_up
 from kvd.net.local.reader import UnfinishedBytes
 from kvd.net.local.router_socket import RouterSocket
@@ -98,7 +99,9 @@ class WorkerSockets:
             raise
         self._process = os.pidfd_open(os.getpid()) if self._given_ends is None else os.dup(self._given_ends)
         self._peers = WatchedProcesses(on_event)
-        self._requests = RouterSocket(limits.MAX_MESSAGE_BYTES, limits.MAX_UNSENT_BYTES, self._received, Inlet(intake))
+        self._requests = RouterSocket(
+            limits.MAX_MESSAGE_BYTES, partial(Outbox, limits.MAX_UNSENT_BYTES), self._received, Inlet(intake)
+        )
         try:
             with created_with(self._mode):
                 self._listeners.append(Listener(self._path + REQUESTS, self._accepted_requests, intake))
@@ -166,9 +169,10 @@ class WorkerSockets:
 
     def _accepted_requests(self, accepted: socket.socket) -> None:
         assert self._requests is not None  # noqa: S101 - it is there while anybody listens
-        uid = credentials(accepted).uid
+        _, uid, gid = credentials(accepted)
         users = [connection.uid for connection in self._requests.connections]
-        if _has_room(uid, users) and foreign.waiting(uid) < limits.MAX_CLOSING_PER_USER:
+        # Who may not attach has no session to make requests for, and would take the places of those who do.
+        if self._may_pass(uid, gid) and _has_room(uid, users) and foreign.waiting(uid) < limits.MAX_CLOSING_PER_USER:
             self._requests.accept(accepted, uid, UnfinishedBytes(uid, self._unfinished_requests))
         else:
             hang_up(accepted)

@@ -64,6 +64,13 @@ def offer_in_the_name_of(endpoint, session):
         return [bool(thief.poll(300))]
 
 
+def connects_until_its_end(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.settimeout(PATIENCE)
+        stranger.connect(path)
+        return "said something" if stranger.recv(1) else "ended"
+
+
 def hello_to(address, milliseconds):
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         apply(stranger, Kind.PEER_DEALER)
@@ -115,7 +122,21 @@ def test_another_user_may_not_attach_however_often_it_tries(daemon):
     assert daemon.log.read_text().count('"attach not permitted"') == 1
 
 
-def test_another_user_with_a_workers_session_id_is_neither_answered_nor_obeyed(daemon):
+def test_another_user_that_may_not_attach_makes_no_requests(daemon):
+    assert as_nobody(connects_until_its_end, f"{daemon.socket}.zmq") == "ended"
+
+
+def test_another_user_with_a_workers_session_id_is_neither_answered_nor_obeyed(tmp_path):
+    policy = tmp_path / "policy.toml"
+    policy.write_text(f"[[workers]]\nuid = {NOBODY}\npools = ['theirs']\n")
+    with tempfile.TemporaryDirectory(prefix="kvd-") as folder, Fleet(Path(folder)) as fleet:
+        os.chmod(folder, 0o755)  # noqa: S103 - what is tested is that this does not help
+        daemon = fleet.daemon("d", socket_mode="0666", worker_policy=str(policy))
+        daemon.serving()
+        impersonate(daemon)
+
+
+def impersonate(daemon):
     owner = Session(daemon.socket)
     attached = owner.attach("mine")
     assert as_nobody(offer_in_the_name_of, attached.endpoint, attached.session) == [False]

@@ -64,8 +64,8 @@ async def test_sockets_that_take_no_descriptors_refuse_them_also_before_they_are
     daemon: Daemon, tmp_path: Path
 ) -> None:
     exporter = Exporter(str(tmp_path / "pools"), 0o600)
-    daemon.admits = False
     for path in (daemon.path, f"{daemon.path}.zmq", str(tmp_path / "pools")):
+        daemon.admits = path.endswith(".zmq")  # which nobody else may connect to
         with connected(path) as stranger:
             with pytest.raises(PermissionError):
                 socket.send_fds(stranger, [b"\xff"], [0])

@@ -72,6 +72,14 @@ def test_a_garbage_length_is_refused_and_no_descriptor_stays_open() -> None:
     assert not any(is_open(descriptor) for descriptor in descriptors)
 
 
+def test_too_many_frames_at_once_are_refused_and_no_descriptor_stays_open() -> None:
+    splitter, descriptor = FrameSplitter(at_once=2), null()
+    assert len(splitter.feed(2 * pack(b""))) == 2
+    with pytest.raises(BadRequest, match="more than 2 frames at once; wait for the answers"):
+        splitter.feed(3 * pack(b""), [descriptor])
+    assert not is_open(descriptor)
+
+
 def test_too_many_descriptors_are_refused_and_closed() -> None:
     splitter = FrameSplitter()
     descriptors = [null() for _ in range(MAX_DESCRIPTORS + 1)]

@@ -15,14 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd import limits
+from kvd.net.links import SEND_MESSAGES
 from kvd.net.local import connection, dealer_socket
-from kvd.net.local.connection import MAX_UNSENT_PONGS, Inlet, Outbox
+from kvd.net.local.connection import Inlet, Outbox
 from kvd.net.local.dealer_socket import DealerSocket
 from kvd.net.local.own_user import OwnUserPeers
-from kvd.net.local.zmtp import GREETING, WELCOME, Decoder, Ping, command, header, hello, pong
+from kvd.net.local.zmtp import GREETING, WELCOME, Decoder, command, header, hello
 from kvd.net.trust import Reason, Rejection
 from kvd.net.unix import Credentials
 from tests.net.conftest import Inbox
+from tests.support.descriptors import no_descriptors_left
 from tests.support.patience import MOMENT
 
 NAME = b"d#1#token"
@@ -56,26 +58,25 @@ class TestOutbox:
         st.lists(st.one_of(st.binary(max_size=60), st.integers(4000, 9000).map(bytes)), max_size=100),
         st.lists(st.lists(st.integers(0, 12_000), max_size=8), max_size=4),
     )
-    def test_each_connection_gets_whole_frames_in_order_and_only_what_the_kernel_had_is_lost(
+    def test_each_connection_gets_whole_frames_in_order_and_only_what_the_kernel_had_a_part_of_is_lost(
         self, messages: list[bytes], connections: list[list[int]]
     ) -> None:
         outbox = Outbox(1 << 30)
         for message in messages:
             assert outbox.put(header(len(message)), message)
-        received, cut = list[bytes](), 0
+        sent = list(messages)
         for takes in [*connections, [1 << 30] * len(messages)]:
             kernel, done = Kernel(list(takes)), False
             with contextlib.suppress(BrokenPipeError):
                 while not done:
                     done = outbox.flush(cast(socket.socket, kernel))
-            outbox.rewind()
+            outbox.drop_begun()
             decoder = Decoder(1 << 20, of_router=True)
-            got = decoder.feed(HANDSHAKE + kernel.taken)[1:]
-            received += cast(list[bytes], got)
-            cut += bool(decoder.unfinished)
-            assert done or takes != [1 << 30] * len(messages)
-        assert received == messages
-        assert cut <= len(connections)
+            received = decoder.feed(HANDSHAKE + kernel.taken)[1:]
+            assert received == sent[: len(received)]
+            del sent[: len(received) + bool(decoder.unfinished)]
+        assert done
+        assert sent == []
 
     def test_what_waits_has_a_bound_and_room_comes_back(self) -> None:
         outbox = Outbox(100)
@@ -85,6 +86,12 @@ class TestOutbox:
         assert not outbox.put(b"h")
         assert outbox.flush(cast(socket.socket, Kernel([1])))
         assert outbox.put(b"h")
+
+    def test_so_many_frames_wait_however_small_they_are(self) -> None:
+        outbox = Outbox(1 << 30, 2)
+        assert outbox.put(b"h")
+        assert outbox.put(b"h")
+        assert not outbox.put(b"h")
 
 
 class Other:
@@ -151,7 +158,7 @@ async def test_what_was_sent_before_anybody_answers_comes_first_and_behind_the_h
         assert await read(accepted, 7) == frame(b"three")
 
 
-async def test_what_the_last_connection_did_not_take_goes_to_the_next_one_whole(other: Other) -> None:
+async def test_what_the_last_connection_took_no_part_of_goes_to_the_next_one(other: Other) -> None:
     large = bytes(range(256)) * 16384
     with await other.accept() as accepted:
         assert other.dealer.send(large)
@@ -159,8 +166,20 @@ async def test_what_the_last_connection_did_not_take_goes_to_the_next_one_whole(
         expected = hello(NAME) + frame(large)
         assert await read(accepted, 100_000) == expected[:100_000]
     with await other.accept() as accepted:
-        expected = hello(NAME) + frame(large) + frame(b"behind it")
+        expected = hello(NAME) + frame(b"behind it")
         assert await read(accepted, len(expected)) == expected
+
+
+async def test_a_message_that_the_other_end_refuses_costs_one_connection(
+    listening: tuple[OwnUserPeers, Inbox], tmp_path: Path
+) -> None:
+    _, inbox = listening
+    link = OwnUserPeers(lambda _rejection: None)
+    link.connect(1, str(tmp_path / "o"), NAME, lambda _message: None)
+    for message in (b"before", bytes(limits.MAX_PEER_REQUEST_BYTES + 1), b"behind"):
+        assert link.ask(1, message)
+    assert [await inbox.next(tuple) for _ in range(3)] == [(NAME, b"before"), (NAME, b""), (NAME, b"behind")]
+    link.close()
 
 
 async def test_it_comes_again_and_again_until_somebody_listens(other: Other) -> None:
@@ -197,7 +216,7 @@ async def test_the_pause_doubles_up_to_a_bound_until_it_is_welcomed(other: Other
         assert other.dealer._pause_ms == 0
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n".ljust(64), GREETING + frame(b"early"), HANDSHAKE + b"\x01"])
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n".ljust(64), GREETING + frame(b"early")])
 async def test_who_speaks_no_zmtp_is_hung_up_on_and_the_next_one_is_heard(other: Other, said: bytes) -> None:
     with await other.accept(said) as accepted:
         assert await read(accepted, 1000) == hello(NAME)  # and no more
@@ -205,7 +224,9 @@ async def test_who_speaks_no_zmtp_is_hung_up_on_and_the_next_one_is_heard(other:
         assert await other.inbox.next(bytes) == b"good"
 
 
-@pytest.mark.parametrize("said", [b"\x01", b"\x02" + (limits.MAX_MESSAGE_BYTES + 1).to_bytes(8, "big")])
+@pytest.mark.parametrize(
+    "said", [b"\x01", command(b"\x04PING\x00\x07"), b"\x02" + (limits.MAX_MESSAGE_BYTES + 1).to_bytes(8, "big")]
+)
 async def test_what_is_no_message_ends_the_connection_and_is_told_and_the_next_one_is_heard(
     other: Other, said: bytes
 ) -> None:
@@ -225,18 +246,6 @@ async def test_who_says_nothing_is_left_for_another_try(other: Other, monkeypatc
         assert await read(accepted, 1000) == hello(NAME)
     with await other.accept(HANDSHAKE + frame(b"here")):
         assert await other.inbox.next(bytes) == b"here"
-
-
-async def test_heartbeats_are_answered_and_those_whose_answers_nobody_reads_end_it(other: Other) -> None:
-    ping = command(b"\x04PING\x00\x07" + bytes(16))
-    with await other.accept(HANDSHAKE + ping) as accepted:
-        expected = hello(NAME) + pong(Ping(bytes(16)))
-        assert await read(accepted, len(expected)) == expected
-        assert other.dealer.send(bytes(limits.MAX_MESSAGE_BYTES))  # which is not read, nor is what follows it
-        with contextlib.suppress(ConnectionError):
-            for _ in range(2 * MAX_UNSENT_PONGS // len(ping)):
-                await asyncio.get_running_loop().sock_sendall(accepted, ping)
-        (await other.accept()).close()
 
 
 async def test_nothing_is_said_to_another_users_socket_nor_heard_from_it(
@@ -270,6 +279,12 @@ async def test_who_closes_it_in_an_answer_hears_no_more_and_leaves_no_timer(othe
     assert other.dealer._again is None
 
 
+async def test_too_many_for_one_that_reads_nothing_are_refused(other: Other) -> None:
+    for _ in range(SEND_MESSAGES):
+        assert other.dealer.send(b"small")
+    assert not other.dealer.send(b"small")
+
+
 async def test_too_much_for_one_that_reads_nothing_is_refused(other: Other) -> None:
     message = bytes(limits.MIB)
     sent = 0
@@ -284,7 +299,6 @@ async def test_too_much_for_one_that_reads_nothing_is_refused(other: Other) -> N
 async def test_libzmqs_router_is_talked_to(other: Other) -> None:
     other.deaf()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.setsockopt(zmq.HEARTBEAT_IVL, 10)
         router.bind(f"ipc://{other.path}")
         for number in range(100):
             message = bytes([number]) * number * 1000
@@ -325,6 +339,49 @@ async def test_welcomes_that_nobody_reads_lie_in_memory_once(
 def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
+
+
+async def test_an_end_without_descriptors_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox, port, link = Inbox(), OwnUserPeers(lambda _rejection: None), OwnUserPeers(lambda _rejection: None)
+    port.listen(str(tmp_path / "o"), lambda sender, _uid, frame: inbox((sender, frame)))
+    link.connect(1, str(tmp_path / "o"), NAME, lambda _message: None)
+    link.ask(1, b"first")
+    assert await inbox.next(tuple)
+    link.ask(1, bytes(limits.MAX_PEER_REQUEST_BYTES))
+    with no_descriptors_left():
+        link.close()
+        port.close()
+    os.unlink(tmp_path / "o")
+
+
+async def test_one_that_is_reached_by_another_name_is_not_spoken_to(
+    listening: tuple[OwnUserPeers, Inbox], tmp_path: Path
+) -> None:
+    _, inbox = listening
+    link = OwnUserPeers(lambda _rejection: None)
+    os.symlink(tmp_path / "o", tmp_path / "alias")
+    link.connect(1, str(tmp_path / "alias"), NAME, lambda _message: None)
+    link.connect(2, str(tmp_path / "o"), NAME, lambda _message: None)
+    assert link.ask(1, b"by another name")
+    assert link.ask(2, b"by its own")
+    assert await inbox.next(tuple) == (NAME, b"by its own")
+    assert link._dealers[1].welcomed is None
+    link.close()
+    os.unlink(tmp_path / "alias")
+
+
+async def test_one_whose_user_has_too_much_to_be_closed_is_tried_later(
+    listening: tuple[OwnUserPeers, Inbox], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, inbox = listening
+    link = OwnUserPeers(lambda _rejection: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(limits, "MAX_CLOSING_PER_USER", 0)
+        link.connect(1, str(tmp_path / "o"), NAME, lambda _message: None)
+        assert link._dealers[1]._connection is None
+    assert link.ask(1, b"later")
+    assert await inbox.next(tuple) == (NAME, b"later")
+    link.close()
 
 
 async def test_a_routing_id_in_use_is_its_owners_until_that_has_gone(

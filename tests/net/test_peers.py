@@ -217,6 +217,15 @@ async def test_a_context_without_room_for_a_socket_refuses_a_peer(monkeypatch: p
     port.close()
 
 
+async def test_sockets_that_are_closed_connect_no_more() -> None:
+    port = PeerSockets("tcp://127.0.0.1:0", b"closed/1")
+    port.start(lambda event: None)
+    address = port.address
+    port.close()
+    with pytest.raises(Unavailable, match="is stopping"):
+        port.connect(address)
+
+
 async def test_welcomes_that_nobody_reads_lie_in_memory_once(producer: Daemon) -> None:
     welcome = os.urandom(2 * limits.MIB)
     with zmq.Context() as context, context.socket(zmq.DEALER) as greedy:

@@ -105,6 +105,17 @@ async def test_daemons_of_one_user_talk_and_nobody_else_may_connect(tmp_path: Pa
         assert producer.rejected == consumer.rejected == []
 
 
+async def test_an_address_that_leads_to_a_daemon_of_another_name_is_refused(tmp_path: Path) -> None:
+    producer, consumer = Daemon(tmp_path / "p"), Daemon(tmp_path / "d")
+    alias = tmp_path / "alias.peers"
+    alias.symlink_to(producer.path)
+    with running(producer, consumer):
+        with pytest.raises(BadRequest, match=r"leads to the socket of the daemon at .*p\.peers: name that") as caught:
+            consumer.port.connect(f"ipc://{alias}")
+        assert caught.value.code is ErrorCode.NOT_PERMITTED
+    alias.unlink()
+
+
 async def test_keys_work_over_a_unix_socket_too(tmp_path: Path) -> None:
     pairs = {name: keys.generate() for name in ("p", "d")}
     allowed = {pair.public: Allowed(name) for name, pair in pairs.items()}

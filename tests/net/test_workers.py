@@ -304,7 +304,7 @@ async def test_sockets_are_read_no_further_than_frames_are_admitted_and_on_when_
     with worker, zmq.Context() as context, context.socket(zmq.DEALER) as dealer, socket.socket(socket.AF_UNIX) as late:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.ROUTING_ID, b"session-of-16-by")
-        worker.sendall(pack(b"status") * 1000)
+        worker.sendall(pack(b"status") * limits.MAX_SESSION_FRAMES)
         await daemon.inbox.until(lambda events: len(events) == 3)
         dealer.connect(daemon.port.endpoint)
         for _ in range(1000):
@@ -314,8 +314,8 @@ async def test_sockets_are_read_no_further_than_frames_are_admitted_and_on_when_
             await asyncio.sleep(0)
         assert len(daemon.inbox.events) == 3
         valve.open(3 * 1000)
-        await daemon.inbox.until(lambda events: len(events) == 1000 + 1000 + 1)
-        assert sum(isinstance(event, SessionFrame) for event in daemon.inbox.events) == 1000
+        await daemon.inbox.until(lambda events: len(events) == limits.MAX_SESSION_FRAMES + 1000 + 1)
+        assert sum(isinstance(event, SessionFrame) for event in daemon.inbox.events) == limits.MAX_SESSION_FRAMES
     daemon.port.close()
 
 

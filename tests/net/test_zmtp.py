@@ -17,6 +17,7 @@ from kvd import limits
 from kvd.errors import BadRequest, ErrorCode
 from kvd.net.interface import WorkerFrame
 from kvd.net.local import connection, zmtp
+from kvd.net.local.reader import FRAMES_PER_TURN
 from kvd.net.local.zmtp import GREETING, Decoder, Ping, Ready, Received, command, header
 from kvd.net.unix import Credentials
 from kvd.net.workers import WorkerSockets
@@ -181,6 +182,48 @@ async def test_a_handshake_that_takes_too_long_is_ended(daemon: Daemon, monkeypa
         assert kept._deadline.cancelled()
         await asyncio.get_running_loop().sock_sendall(quick, frame(b"still here"))
         assert (await daemon.inbox.next(WorkerFrame)).frame == b"still here"
+
+
+async def test_thousands_of_frames_that_come_at_once_are_decoded_as_others_have_their_turns(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, decode = list[None](), Decoder.next
+
+    def count(decoder: Decoder) -> Received | None:
+        decoded.append(None)
+        return decode(decoder)
+
+    with await daemon.connect() as flooding, await daemon.connect(GREETING + ready(b"quiet")) as quiet:
+        assert await welcomed(flooding)
+        assert await welcomed(quiet)
+        monkeypatch.setattr(Decoder, "next", count)
+        flooding.sendall(4000 * frame(b""))
+        quiet.sendall(frame(b"heard"))
+        most = 0
+        while len(daemon.inbox.events) < 4001:
+            before = len(decoded)
+            await asyncio.sleep(0)
+            most = max(most, len(decoded) - before)
+        assert most <= 2 * (FRAMES_PER_TURN + 1)
+        assert [event.session for event in daemon.inbox.events].index(b"quiet") < 100
+
+
+async def test_what_comes_before_garbage_is_heard(daemon: Daemon) -> None:
+    with await daemon.connect(HANDSHAKE + frame(b"good") + b"\x01"):
+        for expected in (b"good", b""):
+            assert await daemon.inbox.next(WorkerFrame) == WorkerFrame(SESSION, expected, os.getuid())
+
+
+async def test_who_may_not_attach_makes_no_requests(tmp_path: Path) -> None:
+    inbox, port = Inbox(), WorkerSockets(str(tmp_path / "kvd.sock"), may_pass=lambda _uid, _gid: False)
+    port.start(inbox)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.setblocking(False)
+        stranger.connect(port.endpoint.removeprefix("ipc://"))
+        with contextlib.suppress(ConnectionResetError):
+            assert await read(stranger, 1) == b""
+    assert inbox.events == []
+    port.close()
 
 
 async def test_unfinished_frames_of_a_user_have_a_bound_together_and_finished_ones_make_room(daemon: Daemon) -> None:

@@ -54,7 +54,8 @@ class SpecReader:
             except Exception as error:  # noqa: BLE001 - whatever it is, those who wait need the slot
                 _, then = self._wanted.pop(connection)
                 self._slots.leave(connection)
-                then(refusal(ErrorCode.INTERNAL, f"its spec cannot be read: internal {type(error).__name__}: {error}"))
+                text = f"its spec cannot be read: internal {type(error).__name__}: {error}"
+                self._actor.call(then, refusal(ErrorCode.INTERNAL, text))
                 connection = self._slots.next()
             else:
                 return

@@ -3,6 +3,7 @@
 import contextlib
 import selectors
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -33,13 +34,14 @@ _OVERHEAD_BYTES: Final = 100
 
 
 class Outbox:
-    """Frames for one reader, until the kernel has taken them whole; `put` refuses while `bound` bytes wait.
+    """Frames for one reader, until the kernel has taken them whole; `put` refuses while so many bytes, or frames, wait.
 
     Large ones are kept, not copied: an answer for many readers takes its memory once.
     """
 
-    def __init__(self, bound: int) -> None:
-        self._bound = bound
+    def __init__(self, most_bytes: int, most_frames: int = sys.maxsize) -> None:
+        self._most_bytes = most_bytes
+        self._most_frames = most_frames
         self._frames: deque[tuple[bytes, ...]] = deque()
         """Each in one part, or in two: its header, and what follows."""
         self._bytes = 0
@@ -48,15 +50,17 @@ class Outbox:
 
     def put(self, header: bytes, body: bytes = b"") -> bool:
         """Adds a frame; False if too much waits."""
-        if self._bytes >= self._bound:
+        if self._bytes >= self._most_bytes or len(self._frames) >= self._most_frames:
             return False
         self._frames.append((header + body,) if len(body) < _LARGE_BYTES else (header, body))
         self._bytes += len(header) + len(body) + _OVERHEAD_BYTES
         return True
 
-    def rewind(self) -> None:
-        """The next connection gets the first frame from its beginning."""
-        self._sent = 0
+    def drop_begun(self) -> None:
+        """The connection has ended, and with it a frame that it had a part of: the reader may have refused that."""
+        if self._sent:
+            self._drop_first()
+            self._sent = 0
 
     def flush(self, connected: socket.socket) -> bool:
         """Sends once what the kernel takes now; True if nothing is left.
@@ -77,10 +81,12 @@ class Outbox:
         except BlockingIOError:
             return False
         while self._frames and self._sent >= (size := sum(map(len, self._frames[0]))):
-            self._frames.popleft()
+            self._drop_first()
             self._sent -= size
-            self._bytes -= size + _OVERHEAD_BYTES
         return not self._frames
+
+    def _drop_first(self) -> None:
+        self._bytes -= sum(map(len, self._frames.popleft())) + _OVERHEAD_BYTES
 
 
 class Inlet:
@@ -178,10 +184,17 @@ class Connection(FrameReader[zmtp.Received]):
             return True
         except OSError:
             return False
-        self.frames.extend(self._decoder.feed(self._buffer[:size]))
-        if self._unfinished is not None and self._unfinished.own != self._decoder.unfinished:
-            self._unfinished.set(self._decoder.unfinished)
+        self._decoder.add(self._buffer[:size])
         return size > 0
+
+    def more(self) -> bool:
+        """See `FrameReader`."""
+        frame = self._decoder.next()
+        if frame is not None:
+            self.frames.append(frame)
+        elif self._unfinished is not None and self._unfinished.own != self._decoder.unfinished:
+            self._unfinished.set(self._decoder.unfinished)
+        return frame is not None
 
     def deliver(self, frame: zmtp.Received) -> None:
         """Takes a frame."""
@@ -198,9 +211,7 @@ class Connection(FrameReader[zmtp.Received]):
             self.close()
 
     def lost(self, error: KvdError | None) -> None:
-        """Hangs up on one that is gone, or has sent what nobody should, be it behind its half of the handshake."""
-        if error is not None and self.frames and isinstance(self.frames[0], zmtp.Ready):
-            self.deliver(self.frames.popleft())
+        """Hangs up on one that is gone, or has sent what nobody should."""
         self.close()
         if error is not None:
             self.on_message(b"")
@@ -219,7 +230,7 @@ class Connection(FrameReader[zmtp.Received]):
 def flush_all(connections: Iterable[Connection], seconds: float) -> None:
     """Sends what is left, without the loop and for so long together, to those that still read."""
     end = time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector:
+    with selectors.PollSelector() as selector:  # which takes no descriptor
         for connection in connections:
             if not connection.flush():
                 selector.register(connection.socket, selectors.EVENT_WRITE, connection)

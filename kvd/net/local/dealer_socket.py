@@ -6,19 +6,25 @@ import socket
 from collections.abc import Callable
 
 from kvd import limits
-from kvd.net.links import RECONNECT_MAX_MS, RECONNECT_MS
+from kvd.errors import Unavailable
+from kvd.net.links import RECONNECT_MAX_MS, RECONNECT_MS, SEND_MESSAGES
 from kvd.net.local import zmtp
 from kvd.net.local.connection import Connection, Inlet, Outbox
-from kvd.net.local.listener import connect_to, hang_up
+from kvd.net.local.listener import connect_to_peer, hang_up
 from kvd.net.trust import OnRejected, Reason, Rejection
 from kvd.net.unix import credentials
+
+
+def outbox_for_peer() -> Outbox:
+    """Of a link, or of a peer that has connected: for answers of some bytes, and for welcomes of megabytes."""
+    return Outbox(limits.MAX_UNSENT_BYTES_PER_PEER, SEND_MESSAGES)
 
 
 class DealerSocket:
     """Exchanges messages with the ROUTER that listens at `path`, if it has our own user.
 
-    It connects again and again, after pauses that double until somebody answers; what was not sent waits for that.
-    Whatever is not a message of one part ends a connection and is reported as an empty message.
+    It connects again and again, after pauses that double until somebody answers; what no connection has begun to send
+    waits for that. Whatever is not a message of one part ends a connection and is reported as an empty message.
     """
 
     def __init__(
@@ -29,7 +35,7 @@ class DealerSocket:
         self._connection: Connection | None = None
         self._on_message = on_message
         self._inlet = inlet
-        self._outbox = Outbox(limits.MAX_UNSENT_BYTES_PER_PEER)
+        self._outbox = outbox_for_peer()
         self._path = path
         self._hello = zmtp.hello(routing_id)
         self._on_rejected = on_rejected
@@ -56,8 +62,8 @@ class DealerSocket:
 
     def _connect(self) -> None:
         try:
-            connected = connect_to(self._path)
-        except OSError:
+            connected = connect_to_peer(self._path)
+        except (OSError, Unavailable):
             self._try_again()
             return
         if self._greets(connected):
@@ -92,10 +98,11 @@ class DealerSocket:
 
     def _ended(self, _connection: Connection) -> None:
         self.welcomed = self._connection = None
-        self._outbox.rewind()
-        if not self._closed:
-            self._try_again()
+        self._outbox.drop_begun()
+        self._try_again()
 
     def _try_again(self) -> None:
+        if self._closed:
+            return
         self._pause_ms = min(max(2 * self._pause_ms, RECONNECT_MS), RECONNECT_MAX_MS)
         self._again = asyncio.get_running_loop().call_later(self._pause_ms / 1000, self._connect)

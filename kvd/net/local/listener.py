@@ -126,6 +126,24 @@ def connect_to(path: str) -> socket.socket:
     return made
 
 
+def connect_to_peer(path: str) -> socket.socket:
+    """As `connect_to`, where a socket listens that was bound under that very name.
+
+    By other names, of links in the file system, each ticket could have a peer more that takes that daemon's places.
+
+    Raises:
+        OSError: as `connect_to`; or it was bound under another name.
+        Unavailable: `OVERLOADED`, too many descriptors of that user's are yet to be closed, as this one may be then.
+
+    """
+    foreign.check(os.stat(path).st_uid)
+    made = connect_to(path)
+    if made.getpeername() != path:
+        hang_up(made)
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "it was bound under another name")
+    return made
+
+
 def hang_up(accepted: socket.socket, last_words: bytes = b"") -> None:
     """Ends a connection that was never read."""
     with contextlib.suppress(OSError):

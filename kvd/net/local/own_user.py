@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from kvd import limits
 from kvd.net.links import LINGER_MS, SHARED_BYTES
 from kvd.net.local.connection import Inlet, flush_all
-from kvd.net.local.dealer_socket import DealerSocket
+from kvd.net.local.dealer_socket import DealerSocket, outbox_for_peer
 from kvd.net.local.gate import Gate
 from kvd.net.local.router_socket import OnMessage, RouterSocket
 from kvd.net.trust import OnRejected, Reason
@@ -33,7 +33,7 @@ class OwnUserPeers:
             OSError: nothing can be bound there.
 
         """
-        router = RouterSocket(limits.MAX_PEER_REQUEST_BYTES, limits.MAX_UNSENT_BYTES_PER_PEER, on_message, self.inlet)
+        router = RouterSocket(limits.MAX_PEER_REQUEST_BYTES, outbox_for_peer, on_message, self.inlet)
         self._gate = _OwnUserGate(path, self._on_rejected, router)
 
     def answer(self, sender: bytes, frame: bytes) -> bool:

@@ -67,12 +67,21 @@ class FrameReader(ABC, Generic[T]):
 
     @abstractmethod
     def receive(self) -> bool:
-        """Reads once and adds the frames that this completes; False if the other end is gone.
+        """Reads once and adds the frames that this completes, or leaves them to `more`; False if the other end is gone.
 
         Raises:
             KvdError: the connection cannot be used any more.
 
         """
+
+    def more(self) -> bool:
+        """Adds the next frame of what was read, if decoding all at once would take others' time; False if none is left.
+
+        Raises:
+            KvdError: the connection cannot be used any more.
+
+        """
+        return False
 
     @abstractmethod
     def deliver(self, frame: T) -> None:
@@ -80,7 +89,7 @@ class FrameReader(ABC, Generic[T]):
 
     @abstractmethod
     def lost(self, error: KvdError | None) -> None:
-        """Closes the connection: the other end is gone, or `receive` raised `error`."""
+        """Closes the connection: the other end is gone, or `receive` or `more` raised `error`."""
 
     def admits(self) -> bool:
         """Whether a frame may be delivered now; if not, `deliver_frames` is called later."""
@@ -96,7 +105,12 @@ class FrameReader(ABC, Generic[T]):
         for _ in range(FRAMES_PER_TURN):
             if self._stopped:
                 return
-            if not self.frames:
+            try:
+                left = bool(self.frames) or self.more()
+            except KvdError as error:
+                self.lost(error)
+                return
+            if not left:
                 self._watch.start()
                 return
             if not self.admits():

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from kvd.errors import BadRequest
+from kvd.errors import BadRequest, Unavailable
 from kvd.net.links import BACKLOG, RECONNECT_MAX_MS, RECONNECT_MS
-from kvd.net.local.listener import connect_to, hang_up
+from kvd.net.local.listener import connect_to_peer, hang_up
 from kvd.net.stream import receive_without_descriptors
 from kvd.net.unix import ReadWatch, credentials, take_descriptors
 
@@ -249,8 +249,8 @@ class Passage:
         if self._inside is None:
             return
         try:
-            outside = connect_to(self._path)
-        except OSError:
+            outside = connect_to_peer(self._path)
+        except (OSError, Unavailable):
             self._try_in(self._pause)
             return
         inside, self._inside = self._inside, None

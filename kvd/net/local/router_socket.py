@@ -15,18 +15,20 @@ OnMessage = Callable[[bytes, int, bytes], None]
 class RouterSocket:
     """Hears the DEALERs of accepted connections, and finds them by their routing ids.
 
-    Messages have at most `max_message_bytes`; a connection refuses to send while `max_unsent_bytes` wait.
+    Messages have at most `max_message_bytes`; each connection has an outbox that `make_outbox` makes.
 
     A connection that claims a routing id in use is hung up on before any message is taken from it. Whatever is not a
     message of one part ends the connection and is reported as an empty message.
     """
 
-    def __init__(self, max_message_bytes: int, max_unsent_bytes: int, on_message: OnMessage, inlet: Inlet) -> None:
+    def __init__(
+        self, max_message_bytes: int, make_outbox: Callable[[], Outbox], on_message: OnMessage, inlet: Inlet
+    ) -> None:
         self.by_routing_id: dict[bytes, Connection] = {}
         self.connections: dict[Connection, bytes] = {}
         """With their routing ids, which are empty until they have said one."""
         self._max_message_bytes = max_message_bytes
-        self._max_unsent_bytes = max_unsent_bytes
+        self._make_outbox = make_outbox
         self._on_message = on_message
         self._inlet = inlet
 
@@ -41,7 +43,7 @@ class RouterSocket:
         connection = Connection(
             accepted,
             zmtp.Decoder(self._max_message_bytes),
-            Outbox(self._max_unsent_bytes),
+            self._make_outbox(),
             self._inlet,
             uid=uid,
             on_welcome=self._welcome,

@@ -38,7 +38,9 @@ class Session(FrameReader[Frame]):
     ) -> None:
         """`owner` is the user that opened it, if it may pass descriptors."""
         super().__init__(accepted.fileno(), intake)
-        self._stream = FrameStream(accepted, limits.MAX_SESSION_FRAME_BYTES, owner=owner)
+        self._stream = FrameStream(
+            accepted, limits.MAX_SESSION_FRAME_BYTES, at_once=limits.MAX_SESSION_FRAMES, owner=owner
+        )
         self._owner = owner
         self._connection = connection
         self._on_event = on_event

@@ -29,7 +29,7 @@ class Ready(NamedTuple):
 
 
 class Ping(NamedTuple):
-    """A heartbeat; answer it with `pong`."""
+    """A heartbeat of a DEALER; answer it with `pong`. Daemons send none: an answer could come to another connection."""
 
     context: bytes
 
@@ -75,24 +75,36 @@ class Decoder:
 
     @property
     def unfinished(self) -> int:
-        """Bytes of the incomplete frame."""
+        """Bytes of the incomplete frame, once `next` has returned None."""
         return len(self._bytes)
 
-    def feed(self, data: bytes | memoryview) -> list[Received]:
-        """What `data` completes: `Ready` first, then messages and heartbeats.
+    def add(self, data: bytes | memoryview) -> None:
+        """Adds bytes that came, which cost nothing until `next` is called."""
+        self._bytes += data
+
+    def next(self) -> Received | None:
+        """The next frame that is whole: `Ready` first, then messages and heartbeats; None if there is none.
 
         Raises:
             BadRequest: `TOO_LARGE`, a frame or routing id above its bound; `BAD_MESSAGE`, anything else that a ROUTER
                 or a DEALER with a routing id would not send, or a message in several parts. Drop the connection.
 
         """
-        self._bytes += data
-        received: list[Received] = []
-        if not self._greeted and len(self._bytes) >= GREETING_BYTES:
+        if not self._greeted:
+            if len(self._bytes) < GREETING_BYTES:
+                return None
             self._greet(self._take(0, GREETING_BYTES))
-        while self._greeted and (frame := self._next()) is not None:
-            received.append(frame)
-        return received
+        return self._next()
+
+    def feed(self, data: bytes | memoryview) -> list[Received]:
+        """All frames that `data` completes.
+
+        Raises:
+            BadRequest: as `next`; those before it are lost.
+
+        """
+        self.add(data)
+        return list(iter(self.next, None))
 
     def _next(self) -> Received | None:
         flags = self._bytes[0] if self._bytes else 0
@@ -112,10 +124,11 @@ class Decoder:
         body = self._take(start, start + size)
         if self._ready and not is_command:
             return body
-        if self._ready and body.startswith(_PING) and len(body) >= len(_PING) + 2:
+        if self._ready and not self._of_router and body.startswith(_PING) and len(body) >= len(_PING) + 2:
             return Ping(body[len(_PING) + 2 :])  # behind the time to live, which is the sender's business
         if self._ready or not is_command or not body.startswith(_READY):
-            raise _bad(f"{body[:8]!r} where {'a message or PING' if self._ready else 'READY'} is due")
+            due = "READY" if not self._ready else "a message" if self._of_router else "a message or PING"
+            raise _bad(f"{body[:8]!r} where {due} is due")
         routing_id = _routing_id(body)
         if not routing_id and not self._of_router:
             raise _bad("no routing id; a worker's is the session id that `Attached` gave it")

@@ -213,7 +213,7 @@ class _Importer(FrameReader[Frame]):
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that there is: two frames like ours
         self.who = who
         owner = None if take_descriptors(accepted, take=False) else who.uid
-        self._stream = FrameStream(accepted, _FRAME_BYTES, owner=owner)
+        self._stream = FrameStream(accepted, _FRAME_BYTES, at_once=limits.MAX_SESSION_FRAMES, owner=owner)
         self._exporter = exporter
         self._served = False
         self._left: deque[int] = deque()
