@@ -3,6 +3,8 @@
 import errno
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -276,6 +278,36 @@ def test_one_that_is_forgotten_sends_what_waits_and_hangs_up(tmp_path: Path) -> 
             del dealer
             read = b"".join(iter(lambda: daemon_end.recv(1 << 16), b""))
     assert read == zmtp.hello(NAME) + frame(bytes(limits.MIB))
+
+
+LAST_WORDS = """
+import atexit, sys
+from kvd.client.dealer import Dealer
+
+def end():
+    dealer.send(b"last words")
+    dealer.close(float(sys.argv[2]))
+
+atexit.register(end)
+dealer = Dealer(sys.argv[1].encode(), b"session-of-16-by")
+dealer.send(bytes(1 << 20))
+"""
+"""An engine that registered what it does at its end before it attached."""
+
+
+def test_what_is_sent_as_the_process_ends_gets_out(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.settimeout(PATIENCE)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        arguments = [sys.executable, "-c", LAST_WORDS, str(tmp_path / "s"), str(PATIENCE)]
+        with subprocess.Popen(arguments):
+            daemon_end, _ = listener.accept()
+            with daemon_end:
+                daemon_end.settimeout(PATIENCE)
+                read = b"".join(iter(lambda: daemon_end.recv(1 << 16), b""))
+    os.unlink(tmp_path / "s")
+    assert read == zmtp.hello(NAME) + frame(bytes(limits.MIB)) + frame(b"last words")
 
 
 @pytest.mark.parametrize("waits", ["", "for room", "for a thread"])

@@ -1,5 +1,7 @@
 """The driver over a simulated connection, step by step."""
 
+import re
+
 import pytest
 
 from kvd import limits
@@ -41,7 +43,7 @@ def lend(host, memory, size, incarnation=1, connection=1):
     host.worker_port.send_session(connection, codec.encode(attached), (memory,))
 
 
-def attached_driver(host):
+def lent_driver(host):
     cache = make_cache("flash-hnd", 0, 1, num_blocks=4, block_tokens=2, groups=1)
     worker = Process(host.world.loop, "worker")
     connection = SimConnection(host.world.kernel, host, worker, lambda _frame: None)
@@ -51,6 +53,11 @@ def attached_driver(host):
     lend(host, host.world.kernel.create("daemon", cache.spec.pool_bytes), cache.spec.pool_bytes)
     host.world.loop.run_until(0.1)
     driver.step(0.1)
+    return driver
+
+
+def attached_driver(host):
+    driver = lent_driver(host)
     assert driver.connected
     return driver
 
@@ -118,6 +125,23 @@ def test_requests_end_with_their_daemon_though_its_successor_is_never_heard_on_t
     driver.step(0.4)
     assert not driver.connected
     assert [event.code for event in driver.core.take_events() if isinstance(event, Failed)] == ["daemon_lost"]
+
+
+def test_a_worker_that_has_its_pool_is_told_that_its_requests_are_not_answered(monkeypatch):
+    monkeypatch.setattr(SimConnection, "join", lambda _connection, _seconds: False)
+    driver = lent_driver(Host())
+    assert re.match(r"a pool, but no answer to requests, from .* within 1\.0 s", driver.no_answer(1.0).text)
+
+
+def test_an_answer_that_is_none_as_it_joins_is_tried_again(monkeypatch):
+    def refuse(_connection, _seconds):
+        raise BadRequest(ErrorCode.BAD_MESSAGE, "a frame announces 2 GiB")
+
+    monkeypatch.setattr(SimConnection, "join", refuse)
+    driver = lent_driver(Host())
+    assert not driver.connected
+    assert driver.failed is None
+    assert driver.next_timer() < 1.0
 
 
 def test_a_path_that_is_too_long_for_a_socket_is_refused_at_once():

@@ -341,9 +341,9 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-async def test_an_end_without_descriptors_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox, port, link = Inbox(), OwnUserPeers(lambda _rejection: None), OwnUserPeers(lambda _rejection: None)
-    port.listen(str(tmp_path / "o"), lambda sender, _uid, frame: inbox((sender, frame)))
+async def test_an_end_without_descriptors_is_one(listening: tuple[OwnUserPeers, Inbox], tmp_path: Path) -> None:
+    port, inbox = listening
+    link = OwnUserPeers(lambda _rejection: None)
     link.connect(1, str(tmp_path / "o"), NAME, lambda _message: None)
     link.ask(1, b"first")
     assert await inbox.next(tuple)
@@ -351,7 +351,6 @@ async def test_an_end_without_descriptors_is_one(tmp_path: Path, monkeypatch: py
     with no_descriptors_left():
         link.close()
         port.close()
-    os.unlink(tmp_path / "o")
 
 
 async def test_one_that_is_reached_by_another_name_is_not_spoken_to(
