@@ -411,6 +411,17 @@ MAX_REPORTED_PEERS: Final = 16
 """Peers in a status, those in trouble first: a thousand would take 200 KiB and milliseconds of the loop. `kvd_peers`
 counts all by state."""
 
+# --- connections to daemons -------------------------------------------------------------------------------------------
+LINGER_MS: Final = 200
+HANDSHAKE_MS: Final = 5000
+RECONNECT_MS: Final = 20
+RECONNECT_MAX_MS: Final = 500
+BACKLOG: Final = 1024
+SEND_MESSAGES: Final = 4096
+
+SHARED_BYTES: Final = 4096
+"""Longer answers to peers (welcomes) share one copy, however many leave them unread."""
+
 # --- transport --------------------------------------------------------------------------------------------------------
 SLICE_BYTES: Final = 4 * MIB
 """One post to NIXL: about 0.5 ms at memory speed, which bounds how long a short transfer waits behind a long one.

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvd.actors.completion.actor import CompletionActor, Sessions
-from kvd.actors.gateway.actor import GatewayActor
+from kvd.actors.gateway.actor import GatewayActor, PeerFrames
 from kvd.actors.gateway.admission import Policy
-from kvd.actors.gateway.peer_frames import PeerFrames
 from kvd.actors.handshake.actor import HandshakeActor
 from kvd.actors.handshake.introductions import SpeaksFor, anybody
 from kvd.actors.handshake.peer_server import PeerServer, Rights, everything

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvd.cli.status import add_daemon_flags, socket_of
-from kvd.cli.terminal import shown
+from kvd.cli.status_view import shown
 from kvd.daemon.config import load
 from kvd.doctor import Finding, Level
 from kvd.doctor.daemon import check_daemon

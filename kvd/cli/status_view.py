@@ -4,13 +4,18 @@ from collections.abc import Iterable
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.terminal import shown
 from kvd.protocol.status import PeerStatus, StatusReport
 from kvd.transport.path import Kind, kind_of
 from kvd.units import printable, size
+
+
+def shown(text: str) -> str:
+    """For a terminal: peers, other processes, and whoever listens at a socket may have chosen it."""
+    return escape(printable(text))
 
 
 def status_view(status: StatusReport) -> RenderableType:

@@ -18,8 +18,7 @@ from rich.text import Text
 
 from kvd.cli.arguments import at_least, seconds
 from kvd.cli.status import add_daemon_flags, socket_of
-from kvd.cli.status_view import headline, tables
-from kvd.cli.terminal import shown
+from kvd.cli.status_view import headline, shown, tables
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import StatusReport, Totals, decode
 from kvd.units import size

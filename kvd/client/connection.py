@@ -9,7 +9,7 @@ from enum import Enum, auto
 from kvd import foreign
 from kvd.client.dealer import Dealer
 from kvd.errors import ErrorCode, KvdError, Unavailable, error_from_code, refusal
-from kvd.net.links import LINGER_MS
+from kvd.limits import LINGER_MS
 from kvd.net.stream import FrameStream
 from kvd.net.unix import MAX_PATH_BYTES, Credentials, credentials, readable
 from kvd.protocol import codec
@@ -211,7 +211,7 @@ class Connection:
         self.phase = Phase.DOWN
 
     def close(self) -> None:
-        """Closes everything, after at most `kvd.net.links.LINGER_MS`.
+        """Closes everything, after at most `kvd.limits.LINGER_MS`.
 
         The session ends last: if its end overtook an offer, the daemon would drop the offer.
         """

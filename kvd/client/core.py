@@ -5,8 +5,7 @@ from collections.abc import Iterable
 
 from kvd.client.events import Blocks, DaemonError, Disconnected, Event, Reattached, listed, spans
 from kvd.client.requests.calls import Calls, Kind
-from kvd.client.requests.event_queue import EventQueue
-from kvd.client.requests.inbox import Inbox
+from kvd.client.requests.inbox import EventQueue, Inbox
 from kvd.client.requests.offers import Offers
 from kvd.client.requests.pulls import Pulls
 from kvd.errors import ErrorCode, KvdError, error_from_code, refusal

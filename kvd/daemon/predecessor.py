@@ -8,8 +8,8 @@ from kvd import limits
 from kvd.daemon.config import Config
 from kvd.daemon.systemd import Notifier
 from kvd.holders import Place, Ports, wait_until_free
+from kvd.net.addresses import check_own
 from kvd.net.lock import Lock
-from kvd.net.places import check_own
 from kvd.protocol.address import REQUESTS, export_path, is_local
 
 _TRANSPORT_PORTS = 2

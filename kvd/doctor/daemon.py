@@ -11,7 +11,7 @@ from glob import glob
 from typing import Final
 
 from kvd.doctor import Finding, Level
-from kvd.doctor.processor import check_groups, check_wait
+from kvd.doctor.host import check_groups, check_wait
 from kvd.errors import KvdError
 from kvd.net.inquiry import Inquiry
 from kvd.net.unix import Credentials, credentials

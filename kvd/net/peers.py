@@ -24,11 +24,10 @@ from functools import partial
 import zmq
 
 from kvd.errors import ErrorCode, refusal
+from kvd.net.addresses import Resolve, check_address, check_own, check_user, resolve
 from kvd.net.interface import OPEN, Intake, PeerAnswered, PeerAsked, PeerEvent
 from kvd.net.local.own_user import OwnUserPeers
 from kvd.net.lock import PathLock
-from kvd.net.names import Resolve, resolve
-from kvd.net.places import check_address, check_own, check_user
 from kvd.net.trust import OnRejected, Trust
 from kvd.net.zmq_peers import ZmqPeers
 from kvd.protocol.address import is_everywhere
@@ -229,7 +228,7 @@ class PeerSockets:
             known.carrier.disconnect(link)
 
     def close(self) -> None:
-        """Closes everything, after what `kvd.net.links.LINGER_MS` allows each carrier."""
+        """Closes everything, after what `kvd.limits.LINGER_MS` allows each carrier."""
         self._closed = True
         self._links.clear()
         self._own_user.close()

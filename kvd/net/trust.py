@@ -13,7 +13,7 @@ from typing import Final
 import zmq
 
 from kvd.net.keys import KEY_BYTES, Allowed, KeyPair, covers
-from kvd.net.pump import SocketPump
+from kvd.net.zmq_socket import SocketPump
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 ZAP_DOMAIN: Final = b"kvd.peers"

@@ -10,8 +10,8 @@ from typing import Final
 
 from kvd import foreign, limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, refusal
+from kvd.limits import LINGER_MS
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
-from kvd.net.links import LINGER_MS
 from kvd.net.local.connection import Inlet, Outbox
 from kvd.net.local.listener import MAX_CONNECTIONS, Listener, hang_up
 from kvd.net.local.reader import UnfinishedBytes
@@ -143,7 +143,7 @@ class WorkerSockets:
         return connection is not None and connection.send(frame)
 
     def close(self) -> None:
-        """Closes the sockets and removes their files, after at most `kvd.net.links.LINGER_MS`."""
+        """Closes the sockets and removes their files, after at most `kvd.limits.LINGER_MS`."""
         for session in (*self._sessions.values(), *self._closing):
             session.close()
         self._sessions.clear()

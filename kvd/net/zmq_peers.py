@@ -9,15 +9,14 @@ import zmq
 
 from kvd import limits
 from kvd.errors import ErrorCode, refusal
+from kvd.limits import LINGER_MS, SHARED_BYTES
+from kvd.net.addresses import HostNames, NamedHost, Resolve, is_name
 from kvd.net.interface import OPEN, Intake
-from kvd.net.links import LINGER_MS, SHARED_BYTES
 from kvd.net.local.gate import KeyGate
 from kvd.net.local.relay import Passage, PrivateListener, finish
-from kvd.net.names import HostNames, NamedHost, Resolve, is_name
-from kvd.net.options import Kind, apply
-from kvd.net.pump import SocketPump
 from kvd.net.stream import no_descriptor
 from kvd.net.trust import HandshakeMonitor, OnRejected, Reason, Rejection, Trust, ZapHandler
+from kvd.net.zmq_socket import Kind, SocketPump, apply
 
 OnMessage = Callable[[bytes, bytes, str], None]
 """Called with a routing id, a message, and the public key of its sender in hexadecimal digits, empty without CURVE."""

@@ -18,8 +18,7 @@ from kvd.cli.status_view import status_view
 from kvd.cli.top import Rates, view
 from kvd.doctor import Finding, Level, loopback, samehost
 from kvd.doctor.daemon import check_daemon
-from kvd.doctor.host import check_huge_pages, check_memlock, check_rdma
-from kvd.doctor.processor import check_groups, check_wait
+from kvd.doctor.host import check_groups, check_huge_pages, check_memlock, check_rdma, check_wait
 from kvd.doctor.samehost import check_copy
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import ProcessorStatus, Totals, decode

@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from kvd.bench.spec import flat_spec
-from kvd.net.options import Kind, apply
 from kvd.net.stream import FrameStream
+from kvd.net.zmq_socket import Kind, apply
 from kvd.protocol import codec
 from kvd.protocol.peer import Hello
 from kvd.protocol.types import Span

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 import zmq
 
+from kvd.net.addresses import is_name, resolve
 from kvd.net.interface import PeerAnswered, PeerAsked
-from kvd.net.names import is_name, resolve
 from kvd.net.peers import PeerSockets
 from tests.net.conftest import Inbox
 from tests.support.patience import MOMENT

@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from kvd import limits
-from kvd.net.options import TABLE, Kind, apply
+from kvd.net.zmq_socket import TABLE, Kind, apply
 from tests.support.patience import PATIENCE
 
 
@@ -35,7 +35,7 @@ def test_what_one_sender_may_leave_unread_in_a_daemon_is_bounded_in_bytes(kind: 
 
 UNREAD = """
 import sys, zmq
-from kvd.net.options import Kind, apply
+from kvd.net.zmq_socket import Kind, apply
 
 ours_is, theirs_is = (zmq.ROUTER, zmq.DEALER) if "ROUTER" in sys.argv[1] else (zmq.DEALER, zmq.ROUTER)
 ours, theirs = zmq.Context().socket(ours_is), zmq.Context().socket(theirs_is)

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd import limits
-from kvd.net.links import SEND_MESSAGES
-from kvd.net.local import connection, dealer_socket
+from kvd.limits import SEND_MESSAGES
+from kvd.net.local import connection, own_user
 from kvd.net.local.connection import Inlet, Outbox
-from kvd.net.local.dealer_socket import DealerSocket
-from kvd.net.local.own_user import OwnUserPeers
+from kvd.net.local.own_user import DealerSocket, OwnUserPeers
 from kvd.net.local.zmtp import GREETING, WELCOME, Decoder, command, header, hello
 from kvd.net.trust import Reason, Rejection
 from kvd.net.unix import Credentials
@@ -252,7 +251,7 @@ async def test_nothing_is_said_to_another_users_socket_nor_heard_from_it(
     other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (await other.accept()).close()
-    monkeypatch.setattr(dealer_socket, "credentials", lambda _: Credentials(1, os.geteuid() + 1, 1))
+    monkeypatch.setattr(own_user, "credentials", lambda _: Credentials(1, os.geteuid() + 1, 1))
     other.dealer.send(b"secret")
     with await other.accept(b"") as accepted, contextlib.suppress(ConnectionResetError):
         with contextlib.suppress(BrokenPipeError):

@@ -3,8 +3,8 @@ import asyncio
 import pytest
 import zmq
 
-from kvd.net import pump
-from kvd.net.pump import SocketPump
+from kvd.net import zmq_socket as pump
+from kvd.net.zmq_socket import SocketPump
 from tests.support.patience import MOMENT
 
 

@@ -18,8 +18,8 @@ from multidict import CIMultiDict
 from kvd.errors import BadRequest
 from kvd.router import limits
 from kvd.router.body import Body
+from kvd.router.clients.completions import passed_on
 from kvd.router.clients.connections import Connection
-from kvd.router.clients.headers import passed_on
 from kvd.router.clients.http import HttpServer
 from kvd.router.engines import place
 from kvd.router.upstream import Timeouts

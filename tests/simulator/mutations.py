@@ -31,8 +31,7 @@ from kvd.actors.runtime import deferred as deadlines
 from kvd.actors.runtime import pools as runtime_pools
 from kvd.actors.runtime.deferred import Deadlines
 from kvd.actors.runtime.machine import Step
-from kvd.actors.runtime.pools import BlocksInUse
-from kvd.actors.runtime.uses import Uses
+from kvd.actors.runtime.pools import BlocksInUse, Uses
 from kvd.actors.scheduler import actor as scheduler
 from kvd.actors.scheduler import pull as pull_machine
 from kvd.actors.scheduler import transfer as transfer_machine

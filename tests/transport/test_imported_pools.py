@@ -25,9 +25,9 @@ from kvd.protocol.codec import encode
 from kvd.protocol.export import ExportAddress, Exported, ExportedPool
 from kvd.transport.interface import PeerAdded, PeerFailed, Region
 from kvd.transport.samehost import devices, importer
+from kvd.transport.samehost.devices import Mappings
 from kvd.transport.samehost.importer import import_pools
 from kvd.transport.samehost.lent import MappedPool, map_host_pool
-from kvd.transport.samehost.mappings import Mappings
 from tests.support.patience import MOMENT, PATIENCE
 from tests.transport.test_samehost_hostile import SIZE, TOKEN, Agent
 

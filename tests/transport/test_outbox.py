@@ -2,7 +2,7 @@ import asyncio
 import threading
 
 from kvd.transport.interface import Event, Landed
-from kvd.transport.outbox import Outbox
+from kvd.transport.on_loop import Outbox
 
 
 def filled(outbox: Outbox, events: range) -> None:

@@ -12,7 +12,7 @@ import pytest_asyncio
 from kvd.router.attempts import Attempts
 from kvd.router.body import Body, Request
 from kvd.router.cleanup import Cleanup
-from kvd.router.clients.headers import passed_on
+from kvd.router.clients.completions import passed_on
 from kvd.router.engines import Prefilled
 from kvd.router.metrics import Metrics
 from kvd.router.servers import Servers

@@ -5,11 +5,10 @@ transport, then a ping every heartbeat. Peers that connect to us (they pull from
 """
 
 from kvd import limits
-from kvd.actors.handshake.connector import Connector
 from kvd.actors.handshake.introductions import Introductions, SpeaksFor, check_welcome
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
 from kvd.actors.handshake.peer_table import TABLE, Effect, Event, State
-from kvd.actors.handshake.peers import PeerListener, Peers
+from kvd.actors.handshake.peers import Connector, PeerListener, Peers
 from kvd.actors.runtime.actor import Actor, Background, OnFailure
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Deadlines

@@ -61,7 +61,7 @@ class Greeting(Struct, frozen=True, gc=False):
 
 
 class PeerServer(Component):
-    """Handles the handshake's half of what peers ask; `kvd.actors.gateway.peer_frames` has the leases do the rest."""
+    """Handles the handshake's half of what peers ask; `kvd.actors.gateway.actor` has the leases do the rest."""
 
     def __init__(
         self,

@@ -12,14 +12,13 @@ from kvd.actors.runtime.actor import Actor, Background, Component
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.machine import EffectQueue
 from kvd.actors.scheduler import transfer as machine
-from kvd.actors.scheduler.grants import Grants
+from kvd.actors.scheduler.answers import Grants, Refusals
 from kvd.actors.scheduler.leaving import Leaving
 from kvd.actors.scheduler.peer_requests import ClaimShares, PeerRequests
 from kvd.actors.scheduler.plans import Plans
 from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.pull import WAS_CANCELLED, Pull
 from kvd.actors.scheduler.pull import Event as PullEvent
-from kvd.actors.scheduler.refusals import Refusals
 from kvd.actors.scheduler.routes import Source, Told
 from kvd.actors.scheduler.transfer import Effect, Event, State, Transfer
 from kvd.errors import ErrorCode, KvdError, error_from_code, refusal

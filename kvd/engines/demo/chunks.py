@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from kvd.client import Done, Failed, NotExtended, Released
-from kvd.engines.demo.attached import PULL_TIMEOUT, AttachedEngine
+from kvd.engines.demo.engine import PULL_TIMEOUT, AttachedEngine
 from kvd.engines.demo.messages import EngineConfig
 from kvd.engines.demo.router import RequestFailedError
 from kvd.engines.demo.timeline import AT_ONCE, IN_TURN, Timeline

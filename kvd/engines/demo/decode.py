@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvd import client
-from kvd.engines.demo.attached import AttachedEngine
+from kvd.engines.demo.engine import AttachedEngine
 from kvd.engines.demo.messages import (
     Channel,
     Decoded,

@@ -6,7 +6,7 @@ from collections import deque
 import msgspec
 
 from kvd import client
-from kvd.engines.demo.attached import AttachedEngine
+from kvd.engines.demo.engine import AttachedEngine
 from kvd.engines.demo.messages import Channel, EngineConfig, Prefilled, Prompt, Ready, Released, Stop, ToPrefill
 
 IDLE_SECONDS = 0.005

@@ -17,10 +17,10 @@ from sglang.srt.runtime_context import get_disagg
 from kvd.engines.kernels import Event, record
 from kvd.engines.sglang import memory
 from kvd.engines.sglang.consumer import Consumer
+from kvd.engines.sglang.control import Outbox
 from kvd.engines.sglang.handoff import FirstToken
 from kvd.engines.sglang.messages import Address, Message
 from kvd.engines.sglang.metadata import Metadata
-from kvd.engines.sglang.outbox import Outbox
 from kvd.engines.sglang.producer import Producer
 from kvd.errors import ErrorCode, Unavailable, refusal
 from kvd.limits import MAX_PULL_TIMEOUT

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from kvd.client import Blocks, NotExtended, OfferRefused, Released
 from kvd.client.events import Event
+from kvd.engines.sglang.control import MAX_ENGINES
 from kvd.engines.sglang.messages import Abandoned, Address, Message, Offered, Refused, Wanted
-from kvd.engines.sglang.outbox import MAX_ENGINES
 from kvd.engines.sglang.records import Records
 from kvd.engines.sglang.spec import PAGES, RECORDS
 from kvd.errors import KvdError

@@ -21,14 +21,13 @@ from typing import Any
 
 from kvd.client import Blocks
 from kvd.engines.vllm import transfer_params
-from kvd.engines.vllm.answers import Answers
 from kvd.engines.vllm.block_manager import BlockManager
 from kvd.engines.vllm.growing import params as growing_params
 from kvd.engines.vllm.growing.scheduler import GrowingOffers
 from kvd.engines.vllm.loads import Loads, has_failed_load
 from kvd.engines.vllm.metadata import HoldOrder, OfferOrder, PullOrder, RankEndpoint, StepMetadata
 from kvd.engines.vllm.prompts import Prompts, leave_out
-from kvd.engines.vllm.tickets import Tickets
+from kvd.engines.vllm.tickets import Answers, Tickets
 from kvd.engines.vllm.transfer_params import Prompt, TransferParams
 from kvd.engines.vllm.turns.scheduler import TurnPolicy, Turns, is_complete
 from kvd.errors import BadRequest, ErrorCode, refusal

@@ -12,8 +12,8 @@ from typing import Final
 
 from kvd import limits
 from kvd.errors import KvdError
+from kvd.limits import HANDSHAKE_MS
 from kvd.net.interface import OPEN, Intake
-from kvd.net.links import HANDSHAKE_MS
 from kvd.net.local import zmtp
 from kvd.net.local.listener import hang_up
 from kvd.net.local.reader import FrameReader, UnfinishedBytes

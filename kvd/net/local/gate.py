@@ -12,7 +12,7 @@ from typing import Final
 
 from kvd import foreign, limits
 from kvd.errors import Unavailable
-from kvd.net.links import LINGER_MS
+from kvd.limits import LINGER_MS
 from kvd.net.local.listener import Listener, connect_to, hang_up
 from kvd.net.local.relay import PrivateListener, Relay, finish
 from kvd.net.trust import OnRejected, Reason, Rejection

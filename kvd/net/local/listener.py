@@ -13,8 +13,8 @@ from typing import Final
 import structlog
 
 from kvd import foreign, limits
+from kvd.limits import BACKLOG
 from kvd.net.interface import Intake
-from kvd.net.links import BACKLOG
 from kvd.net.unix import credentials, take_descriptors
 
 MAX_CONNECTIONS: Final = 2 * limits.MAX_WORKERS

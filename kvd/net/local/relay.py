@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvd.errors import BadRequest, Unavailable
-from kvd.net.links import BACKLOG, RECONNECT_MAX_MS, RECONNECT_MS
+from kvd.limits import BACKLOG, RECONNECT_MAX_MS, RECONNECT_MS
 from kvd.net.local.listener import connect_to_peer, hang_up
 from kvd.net.stream import receive_without_descriptors
 from kvd.net.unix import ReadWatch, credentials, take_descriptors

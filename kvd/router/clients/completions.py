@@ -3,16 +3,17 @@
 import asyncio
 import time
 import uuid
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 
 from aiohttp import web
+from multidict import CIMultiDict
 
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable
 from kvd.router import limits
 from kvd.router.body import Body, Request
 from kvd.router.clients.connections import Connections, connection_of
-from kvd.router.clients.headers import passed_on
 from kvd.router.clients.intake import Intake
 from kvd.router.metrics import Metrics, Outcome
 from kvd.router.reply import ClientGone, Reply
@@ -98,3 +99,35 @@ def _outcome(error: KvdError) -> Outcome:
             return Outcome.OVERLOADED
         case _:
             return Outcome.FAILED
+
+
+_NOT_PASSED_ON = frozenset(
+    {
+        # of the client's connection alone:
+        "accept-encoding",  # answers are passed on as they are, and looked into
+        "connection",
+        "content-length",
+        "expect",
+        "host",
+        "keep-alive",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        # not for clients to set:
+        "content-encoding",  # bodies are written anew, and not encoded
+        "x-data-parallel-rank",  # of vLLM
+        "x-vllm-priority",
+    }
+)
+
+
+def passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """The client's headers, without those that concern its connection alone, and those that are not for it to set."""
+    named = ",".join(value for name, value in headers.items() if name.lower() == "connection").split(",")
+    dropped = _NOT_PASSED_ON.union(name.strip().lower() for name in named)
+    passed = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
+    passed["Content-Type"] = "application/json"
+    return passed

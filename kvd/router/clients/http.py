@@ -13,9 +13,8 @@ from kvd.exposition import Exposition
 from kvd.limits import MAX_NAME_BYTES
 from kvd.router import limits
 from kvd.router.answer import ServerFailed
-from kvd.router.clients.completions import Completions
+from kvd.router.clients.completions import Completions, passed_on
 from kvd.router.clients.connections import Connection, Connections, connection_of
-from kvd.router.clients.headers import passed_on
 from kvd.router.clients.intake import Intake
 from kvd.router.metrics import Metrics
 from kvd.router.reply import error_answer

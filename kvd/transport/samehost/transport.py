@@ -33,14 +33,12 @@ from kvd.transport.interface import (
     RegisterFailed,
     TransportDied,
 )
-from kvd.transport.on_loop import on_loop
-from kvd.transport.outbox import Outbox
+from kvd.transport.on_loop import Outbox, on_loop
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read
-from kvd.transport.samehost.devices import Devices
+from kvd.transport.samehost.devices import Devices, Mappings
 from kvd.transport.samehost.exporter import Exporter
 from kvd.transport.samehost.importer import ImportedPools, check_path, import_pools
 from kvd.transport.samehost.launches import Launches
-from kvd.transport.samehost.mappings import Mappings
 
 _log = structlog.get_logger("kvd.transport")
 

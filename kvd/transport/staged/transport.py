@@ -41,7 +41,7 @@ from kvd.transport.staged.arena import Buffers, Device
 from kvd.transport.staged.messages import Metadata
 from kvd.transport.staged.parts import StagedPeer
 from kvd.transport.staged.reads import StagedReads
-from kvd.transport.staged.served import ServedPools
+from kvd.transport.staged.server import ServedPools
 
 _log = structlog.get_logger("kvd.transport")
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.actors.runtime import uses as module
-from kvd.actors.runtime.pools import BlocksInUse
-from kvd.actors.runtime.uses import Uses
+from kvd.actors.runtime import pools as module
+from kvd.actors.runtime.pools import BlocksInUse, Uses
 from kvd.bench.spec import flat_spec
 from kvd.protocol.types import Span
 from tests.actors.stage import ids

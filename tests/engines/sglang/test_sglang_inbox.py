@@ -8,7 +8,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvd.engines.sglang import inbox, messages
+from kvd.engines.sglang import control, messages
 from kvd.engines.sglang.messages import Abandoned, Message
 from kvd.errors import BadRequest, ErrorCode, refusal
 from tests.support.patience import MOMENT
@@ -44,7 +44,7 @@ def sockets() -> Iterator[Sockets]:
 
 
 async def read_until(sockets: Sockets, heard: Any, end: asyncio.Event) -> None:
-    reading = asyncio.create_task(inbox.read(sockets.control, heard))
+    reading = asyncio.create_task(control.read(sockets.control, heard))
     ending = asyncio.create_task(end.wait())
     await asyncio.wait({reading, ending}, timeout=MOMENT, return_when=asyncio.FIRST_COMPLETED)
     if not ending.done() or reading.done():

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from kvd.engines.sglang import control as outbox_module
 from kvd.engines.sglang import messages
-from kvd.engines.sglang import outbox as outbox_module
+from kvd.engines.sglang.control import Outbox, tcp
 from kvd.engines.sglang.messages import Abandoned
-from kvd.engines.sglang.outbox import Outbox, tcp
 from kvd.errors import ErrorCode, Unavailable
 from tests.support.patience import MOMENT
 

@@ -14,9 +14,9 @@ import torch
 import zmq
 
 from kvd.client import Released
+from kvd.engines.sglang.control import Outbox
 from kvd.engines.sglang.messages import Offered, Refused, Wanted
 from kvd.engines.sglang.metadata import Metadata
-from kvd.engines.sglang.outbox import Outbox
 from kvd.engines.sglang.producer import Producer
 from kvd.errors import BadRequest
 from tests.engines.sglang.test_sglang_producer import Client

@@ -11,8 +11,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvd.engines.vllm.cache.config import _component, _names, _state_format, _total_heads, check_supported
-from kvd.engines.vllm.cache.formats import format_of
-from kvd.engines.vllm.cache.identity import identity
+from kvd.engines.vllm.cache.formats import format_of, identity
 from kvd.engines.vllm.cache.parallel import is_replica, rank_of, ranks_of
 from kvd.errors import BadRequest
 

@@ -21,8 +21,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import prepare_kernel_block_sizes
 
 from kvd.engines.identity import KV, LATENT
-from kvd.engines.vllm.cache.formats import format_of, order_of
-from kvd.engines.vllm.cache.identity import identity
+from kvd.engines.vllm.cache.formats import format_of, identity, order_of
 from kvd.engines.vllm.cache.parallel import FULL, check_context_parallel, rank_of, stage_ranks
 from kvd.engines.vllm.cache.spec import CacheGroup, Pages, States, WorkerCache
 from kvd.engines.vllm.cache.states import bad_spec, check_states, recurrent
