@@ -20,7 +20,7 @@ from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec
 from kvd.plan import Descriptors, Planner, Span, route
 from kvd.processes import START_SECONDS, Child, Processes
-from kvd.transport.nixl.reads import PROMPT, RECENT
+from kvd.transport.nixl.poll_interval import PROMPT, RECENT
 
 R = TypeVar("R", Attached, Offered, RawOpened, Closed)
 

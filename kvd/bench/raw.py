@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvd.plan import Descriptors
-from kvd.transport.nixl.reads import RECENT
+from kvd.transport.nixl.poll_interval import RECENT
 from kvd.transport.nixl.ucx import open_agent
 
 

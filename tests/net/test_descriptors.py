@@ -14,7 +14,7 @@ from kvd import limits
 from kvd.errors import ErrorCode, Unavailable
 from kvd.net.interface import SessionClosed, SessionFrame, SessionOpened, WorkerFrame
 from kvd.net.stream import HEADER, FrameStream, pack
-from kvd.net.unix import take_descriptors
+from kvd.net.unix import readable, take_descriptors
 from kvd.net.workers import WorkerSockets
 from kvd.protocol.codec import session_replies
 from kvd.protocol.worker import Refused
@@ -108,6 +108,22 @@ async def test_where_the_kernel_cannot_refuse_them_descriptors_end_the_connectio
         honest.setblocking(False)
         await loop.sock_sendall(honest, hello + frame(b"offer"))
         assert (await daemon.inbox.next(WorkerFrame)).frame == b"offer"
+    exporter.close()
+    await loop.shutdown_default_executor()
+
+
+@pytest.mark.usefixtures("old_kernel")
+async def test_descriptors_behind_a_request_that_ends_its_import_are_closed(tmp_path: Path) -> None:
+    exporter = Exporter(str(tmp_path / "pools"), 0o600)
+    loop = asyncio.get_running_loop()
+    kept, passed = os.pipe()
+    with connected(exporter._path) as stranger:
+        socket.send_fds(stranger, [3 * pack(b"no message")], [passed])
+        os.close(passed)
+        stranger.settimeout(60)
+        assert await asyncio.to_thread(drained, stranger)
+    assert await asyncio.to_thread(readable, kept, 60)  # as nobody has its other end any more
+    os.close(kept)
     exporter.close()
     await loop.shutdown_default_executor()
 

@@ -11,9 +11,10 @@ import pytest
 import zmq
 
 from kvd import limits
-from kvd.errors import BadRequest, ErrorCode
+from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerFrame
 from kvd.net.local.listener import MAX_CONNECTIONS
+from kvd.net.local.reader import FRAMES_PER_TURN
 from kvd.net.lock import Lock, PathLock
 from kvd.net.stream import HEADER, MAX_DESCRIPTORS, FrameStream, pack
 from kvd.net.workers import WorkerSockets
@@ -53,6 +54,14 @@ async def read_frame(worker: socket.socket) -> tuple[bytes, list[int]]:
         return data[HEADER.size :], list(descriptors)
 
     return await asyncio.get_running_loop().run_in_executor(None, read)
+
+
+def drained(worker: socket.socket) -> bool:
+    """Reads until the daemon has hung up."""
+    worker.settimeout(MOMENT)
+    while worker.recv(1 << 20):
+        pass
+    return True
 
 
 @pytest.fixture(autouse=True)
@@ -362,6 +371,56 @@ async def test_a_garbage_length_ends_the_session_with_a_typed_error_and_leaves_t
         assert (refused.code, "4294967295 bytes" in refused.text) == ("too_large", True)
         good.sendall(pack(b"attach"))
         assert await daemon.inbox.next(SessionFrame) == SessionFrame(good_connection, b"attach", ())
+
+
+def no_descriptor_passes(*_: object) -> None:
+    raise refusal(ErrorCode.OVERLOADED, "Too many references: cannot splice")
+
+
+async def test_a_session_that_sent_garbage_ends_also_where_it_cannot_be_told(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, connection = await daemon.session()
+    monkeypatch.setattr(FrameStream, "send", no_descriptor_passes)
+    with worker:
+        worker.sendall(b"\xff" * 100)
+        closed = await daemon.inbox.next(SessionClosed)
+        assert (closed.connection, closed.error.code) == (connection, ErrorCode.TOO_LARGE)
+
+
+async def test_a_session_that_was_closed_is_forgotten_also_where_its_last_frame_cannot_be_sent(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, connection = await daemon.session()
+    with worker:
+        daemon.port.send_session(connection, bytes(3 * limits.MIB))
+        daemon.port.close_session(connection)
+        assert daemon.port._closing
+        monkeypatch.setattr(FrameStream, "flush", no_descriptor_passes)
+        assert await asyncio.to_thread(drained, worker)
+        assert not daemon.port._closing
+
+
+@pytest.mark.parametrize("failing", [2, FRAMES_PER_TURN + 1, FRAMES_PER_TURN + 4])
+async def test_who_raises_at_a_frame_costs_that_frame_and_none_behind_it(tmp_path: Path, failing: int) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+    inbox, port = Inbox(), WorkerSockets(str(tmp_path / "kvd.sock"))
+
+    def raises_once(event: object) -> None:
+        inbox(event)
+        if isinstance(event, SessionFrame) and event.frame == b"%d" % failing:
+            raise ZeroDivisionError
+
+    port.start(raises_once)
+    worker = socket.socket(socket.AF_UNIX)
+    worker.connect(str(tmp_path / "kvd.sock"))
+    worker.sendall(b"".join(pack(b"%d" % number) for number in range(1, 11)))
+    worker.close()
+    await inbox.next(SessionClosed)
+    assert [event.frame for event in inbox.events if isinstance(event, SessionFrame)] == [
+        b"%d" % n for n in range(1, 11)
+    ]
+    port.close()
 
 
 async def test_more_descriptors_than_a_frame_may_have_end_the_session_and_stay_open_nowhere(daemon: Daemon) -> None:

@@ -26,7 +26,7 @@ from kvd.transport.interface import (
 from kvd.transport.nixl import metadata as form
 from kvd.transport.nixl.agent_loop import AgentLoop, Command
 from kvd.transport.nixl.metadata import Metadata, agent_of, write
-from kvd.transport.nixl.reads import IDLE, RECENT
+from kvd.transport.nixl.poll_interval import IDLE, RECENT
 from kvd.transport.nixl.ucx import UcxEndpoints
 from kvd.transport.slices import CHUNK_DESCRIPTORS
 from tests.support.descriptors import no_descriptors_left

@@ -1,4 +1,4 @@
-from kvd.transport.nixl.reads import IDLE, PROMPT, RECENT, RECENT_SPAN, PollInterval
+from kvd.transport.nixl.poll_interval import IDLE, PROMPT, RECENT, RECENT_SPAN, PollInterval
 
 
 def test_the_interval_is_prompt_while_anything_waits_and_grows_to_idle() -> None:

@@ -116,7 +116,14 @@ class FrameReader(ABC, Generic[T]):
             if not self.admits():
                 self._watch.stop()
                 return
-            self.deliver(self.frames.popleft())
+            try:
+                self.deliver(self.frames.popleft())
+            except Exception:  # a defect: it costs the frame that met it, not those behind it
+                self._deliver_soon()
+                raise
+        self._deliver_soon()
+
+    def _deliver_soon(self) -> None:
         if not self._stopped:
             self._watch.stop()
             self.loop.call_soon(self.deliver_frames)

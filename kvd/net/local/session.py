@@ -110,9 +110,9 @@ class Session(FrameReader[Frame]):
     def lost(self, error: KvdError | None) -> None:
         """Tells the worker what was wrong, if that is why."""
         if error is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, Unavailable):  # what waits before it may have descriptors
                 self._stream.send(encode(Refused(error.code, error.text)))
-        self.close()
+        self._finished()
         self._on_event(SessionClosed(self._connection, error))
 
     def _fail(self, error: KvdError) -> None:

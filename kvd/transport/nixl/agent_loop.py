@@ -25,7 +25,8 @@ from kvd.transport.interface import (
 )
 from kvd.transport.nixl import metadata
 from kvd.transport.nixl.messages import Reported
-from kvd.transport.nixl.reads import PROMPT, RECENT, PollInterval, Reads
+from kvd.transport.nixl.poll_interval import PROMPT, RECENT, PollInterval
+from kvd.transport.nixl.reads import Reads
 from kvd.transport.nixl.ucx import UcxEndpoints, text_of
 
 Command = Callable[[], None]

@@ -1,4 +1,4 @@
-"""The open reads of one NIXL agent: what is posted, how often the network is polled, and how each read ends.
+"""The open reads of one NIXL agent: what is posted, and how each read ends.
 
 A slice is *posted* from the moment NIXL takes it until NIXL says that it is done, or it has failed and its handle could
 be released. NIXL cannot cancel a slice and may write until then, so a read ends only when nothing of it is posted and
@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
@@ -23,33 +23,9 @@ from kvd import limits
 from kvd.errors import ErrorCode, refusal
 from kvd.transport.interface import AgentEvent, Landed, ReadFailed, ReadRequest
 from kvd.transport.nixl.peers import Peer, Peers
+from kvd.transport.nixl.poll_interval import PROMPT
 from kvd.transport.nixl.ucx import text_of
 from kvd.transport.slices import U64, Chunk, Slice, SliceQueue
-
-PROMPT: Final = 0.0001
-RECENT: Final = 0.001
-IDLE: Final = 0.02
-RECENT_SPAN: Final = 0.1
-"""Seconds."""
-
-
-class PollInterval:
-    """Pure: time comes in, in seconds of any monotonic clock."""
-
-    def __init__(self) -> None:
-        self.readers_expected = False
-        self._last_activity = float("-inf")
-
-    def touch(self, now: float) -> None:
-        """A slice waits for the network, or has waited; or a connection is about to be made."""
-        self._last_activity = now
-
-    def seconds(self, now: float, in_flight: bool) -> float:
-        """How long to sleep at most; `in_flight` says whether own slices wait for the network."""
-        if in_flight or self.readers_expected:
-            return PROMPT
-        return RECENT if now - self._last_activity < RECENT_SPAN else IDLE
-
 
 if TYPE_CHECKING:
     from kvd.transport.nixl.ucx import UcxEndpoints

@@ -300,6 +300,8 @@ class _Importer(FrameReader[Frame]):
             self.stop()
             self.loop.remove_writer(self._stream.fileno())
             self._stream.close()
+            while self.frames:  # before Linux 6.16 descriptors may have come with them
+                foreign.close(self.frames.popleft().descriptors)
             self._taken()
             self._exporter.left(self)
 
