@@ -411,7 +411,8 @@ MAX_REPORTED_PEERS: Final = 16
 """Peers in a status, those in trouble first: a thousand would take 200 KiB and milliseconds of the loop. `kvd_peers`
 counts all by state."""
 
-# --- connections to daemons -------------------------------------------------------------------------------------------
+# --- connections ------------------------------------------------------------------------------------------------------
+# Alike for what speaks ZMTP itself (`kvd.net.local`) and for libzmq (`kvd.net.zmq_socket`).
 LINGER_MS: Final = 200
 HANDSHAKE_MS: Final = 5000
 RECONNECT_MS: Final = 20

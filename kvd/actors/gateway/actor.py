@@ -55,7 +55,12 @@ from kvd.protocol.worker import Acknowledge, Cancel, Extend, Offer, Pull, Reques
 
 
 class PeerFrames:
-    """`received` is the peer socket's callback."""
+    """Checks what peers send, and passes it on; `received` is the peer socket's callback.
+
+    Requests about leases go from the peer socket to the leases, answers about claims to the scheduler, neither by way
+    of the handshake's mailbox. All of them do, so that those of one peer stay in order. What a peer may read is looked
+    up for each request, by the public key that it proved.
+    """
 
     def __init__(
         self,

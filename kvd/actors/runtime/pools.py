@@ -79,6 +79,7 @@ _MANY: Final = 8192
 class Uses:
     """Of each block either that a pull writes to it, or in how many offers it stands, in 4 bytes.
 
+    One request may name hundreds of thousands of blocks.
     Block ids come as they are on the wire, little-endian u32, and are below `blocks`.
     """
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _TURN_SECONDS: Final = 0.005
 
 
-async def read(control: zmq.asyncio.Socket, heard: Callable[[Message], None]) -> None:
+async def read_messages(control: zmq.asyncio.Socket, heard: Callable[[Message], None]) -> None:
     """Calls `heard` with each message, for good; it must not raise. What is no message is counted.
 
     If messages do not end, or take long, other tasks have the loop for half of the time.

@@ -14,8 +14,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from kvd.engines.sglang import control, handoff, messages
-from kvd.engines.sglang.control import Outbox, tcp
+from kvd.engines.sglang import handoff, messages
+from kvd.engines.sglang.control import Outbox, read_messages, tcp
 from kvd.engines.sglang.messages import Abandoned, Address, Offered, Refused, Wanted
 from kvd.errors import ErrorCode, Unavailable, refusal
 from kvd.limits import MAX_MESSAGE_BYTES, MAX_UNEXPECTED_ROOMS, MAX_UNREAD_ANSWERS
@@ -82,7 +82,7 @@ class Desk:
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_ANSWERS)
             self._here = host, socket.bind_to_random_port(tcp(host))
-            self._listening = asyncio.create_task(control.read(socket, self._answered))
+            self._listening = asyncio.create_task(read_messages(socket, self._answered))
         return self._here
 
     def _answered(self, message: messages.Message) -> None:

@@ -21,7 +21,7 @@ from kvd.client.events import Event, name_of
 from kvd.engines.kernels import Event as Kernels
 from kvd.engines.pool import attach, log_session, pool_tensor
 from kvd.engines.sglang import messages
-from kvd.engines.sglang.control import read
+from kvd.engines.sglang.control import read_messages
 from kvd.engines.sglang.settings import Settings
 from kvd.errors import ErrorCode, KvdError
 from kvd.layout import CacheSpec
@@ -128,7 +128,7 @@ class Transfers:
 
     async def _messages(self, half: Half, control: zmq.Socket[bytes]) -> None:
         socket = zmq.asyncio.Socket.from_socket(control)
-        await read(socket, lambda message: self._tell(half, half.told, message, message.room))
+        await read_messages(socket, lambda message: self._tell(half, half.told, message, message.room))
 
     def _tell(self, half: Half, tell: Callable[[_What], None], what: _What, room: int | None) -> None:
         """Fails the room if it raises, which is a defect: all other rooms go on."""

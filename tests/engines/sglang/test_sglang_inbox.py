@@ -44,7 +44,7 @@ def sockets() -> Iterator[Sockets]:
 
 
 async def read_until(sockets: Sockets, heard: Any, end: asyncio.Event) -> None:
-    reading = asyncio.create_task(control.read(sockets.control, heard))
+    reading = asyncio.create_task(control.read_messages(sockets.control, heard))
     ending = asyncio.create_task(end.wait())
     await asyncio.wait({reading, ending}, timeout=MOMENT, return_when=asyncio.FIRST_COMPLETED)
     if not ending.done() or reading.done():
