@@ -18,9 +18,8 @@ from typing import Final
 
 import zmq
 
-from kvd import foreign
 from kvd.errors import ErrorCode, refusal
-from kvd.net.local.listener import connect_to, hang_up
+from kvd.net.local.listener import connect_to_peer, hang_up
 from kvd.net.priority_slots import PrioritySlots
 from kvd.net.stream import no_descriptor
 from kvd.net.unix import MAX_PATH_BYTES, credentials
@@ -54,10 +53,9 @@ def check_user(path: str) -> None:
         Unavailable: `OVERLOADED`, no descriptor is left to find out, or too many of that user's are yet to be closed.
 
     """
-    user, name = -1, path
+    user = -1
     try:
-        foreign.check(os.stat(path).st_uid)
-        probe = connect_to(path)
+        probe = connect_to_peer(path)
     except PermissionError:
         pass
     except OSError as error:
@@ -65,7 +63,7 @@ def check_user(path: str) -> None:
             raise no_descriptor(error) from error
         return
     else:
-        user, name = credentials(probe).uid, probe.getpeername()
+        user = credentials(probe).uid
         hang_up(probe)
     if user != os.geteuid():
         who = f"as user {user}" if user >= 0 else "as another user"
@@ -74,8 +72,6 @@ def check_user(path: str) -> None:
             f"the daemon at {path} runs {who}, this one as user {os.geteuid()}, and a Unix socket joins daemons of "
             "one user; run both as one, or give both `curve_key` and `curve_peers`",
         )
-    if name != path:
-        raise refusal(ErrorCode.NOT_PERMITTED, f"{path} leads to the socket of the daemon at {name}: name that")
 
 
 def check_address(address: str, code: ErrorCode) -> re.Match[str]:

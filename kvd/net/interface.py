@@ -156,7 +156,7 @@ class PeerPort(Protocol):
         """Has the name of a link that waits to be looked up wait for the turn of this party, too."""
 
     def trouble(self, link: int, /) -> str:
-        """Why it is not known where the daemon of a link is; empty if it is."""
+        """Why the daemon of a link is not connected to, beyond that it does not answer; else empty."""
 
     def ask(self, link: int, frame: bytes) -> bool:
         """Sends a frame on a link; False if its queue is full."""

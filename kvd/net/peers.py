@@ -210,7 +210,8 @@ class PeerSockets:
 
     def trouble(self, link: int) -> str:
         """See `PeerPort`."""
-        return self._zmq.names.trouble(link)
+        known = self._links.get(link)
+        return known.carrier.trouble(link) if known else ""
 
     def ask(self, link: int, frame: bytes) -> bool:
         """Sends a frame on a link; False if its queue is full, it is closed, or its key is no longer allowed."""

@@ -164,6 +164,11 @@ class ZmqPeers:
         """Sends without blocking, once connected; False if the queue is full."""
         return self._links[link].pump.send([frame])
 
+    def trouble(self, link: int) -> str:
+        """Why it is not known where the name of a link leads, or nobody is connected to at its path; else empty."""
+        passage = self._links[link].passage
+        return self.names.trouble(link) if passage is None else passage.trouble
+
     def disconnect(self, link: int) -> None:
         """Drops what was not sent."""
         self.names.remove(link)

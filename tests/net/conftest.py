@@ -83,3 +83,9 @@ def without_token(asked: PeerAsked) -> PeerAsked:
 @pytest.fixture
 async def inbox() -> Inbox:
     return Inbox()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(MOMENT):
+        while not condition():  # noqa: ASYNC110 - nobody is told of what is waited for
+            await asyncio.sleep(0.01)

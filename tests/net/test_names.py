@@ -1,8 +1,7 @@
 """Daemons whose addresses have names, and name servers that do not answer."""
 
-import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,7 +11,7 @@ import zmq
 from kvd.net.addresses import is_name, resolve
 from kvd.net.interface import PeerAnswered, PeerAsked
 from kvd.net.peers import PeerSockets
-from tests.net.conftest import Inbox
+from tests.net.conftest import Inbox, until
 from tests.support.patience import MOMENT
 
 FEW = 4
@@ -76,12 +75,6 @@ async def consumer(servers: Servers) -> AsyncIterator[Daemon]:
     daemon = Daemon(servers)
     yield daemon
     daemon.port.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(MOMENT):
-        while not condition():  # noqa: ASYNC110 - nothing is told when a look-up has ended
-            await asyncio.sleep(0.01)
 
 
 async def hears(daemon: Daemon, frame: bytes) -> None:

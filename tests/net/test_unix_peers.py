@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +20,11 @@ from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.net import keys
 from kvd.net.interface import PeerAnswered, PeerAsked
 from kvd.net.keys import Allowed
+from kvd.net.local import listener, own_user, relay
+from kvd.net.local.gate import Gate
 from kvd.net.peers import PeerSockets
 from kvd.net.trust import Reason, Rejection, Trust
-from tests.net.conftest import Inbox
+from tests.net.conftest import Inbox, until
 from tests.net.test_zmtp import HANDSHAKE, frame
 from tests.support.descriptors import no_descriptors_left
 from tests.support.patience import PATIENCE
@@ -116,14 +119,78 @@ async def test_an_address_that_leads_to_a_daemon_of_another_name_is_refused(tmp_
     alias.unlink()
 
 
-async def test_keys_work_over_a_unix_socket_too(tmp_path: Path) -> None:
-    pairs = {name: keys.generate() for name in ("p", "d")}
+def with_keys(tmp_path: Path, *names: str) -> list[Daemon]:
+    pairs = {name: keys.generate() for name in names}
     allowed = {pair.public: Allowed(name) for name, pair in pairs.items()}
-    producer, consumer = (Daemon(tmp_path / name, Trust(pairs[name], name, allowed)) for name in ("p", "d"))
+    return [Daemon(tmp_path / name, Trust(pairs[name], name, allowed)) for name in names]
+
+
+@pytest.mark.parametrize("keyed", [False, True], ids=["no_keys", "keys"])
+async def test_names_that_come_to_lead_to_a_peer_cost_it_one_connection_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keyed: bool
+) -> None:
+    accepted, tried = list[None](), Counter[str]()
+    gate_accepted, connect_to_peer = Gate._accepted, listener.connect_to_peer
+
+    def counting(gate: Gate, connected: socket.socket) -> None:
+        accepted.append(None)
+        gate_accepted(gate, connected)
+
+    def trying(path: str) -> socket.socket:
+        tried[path] += os.path.exists(path)
+        return connect_to_peer(path)
+
+    monkeypatch.setattr(Gate, "_accepted", counting)
+    monkeypatch.setattr(relay if keyed else own_user, "connect_to_peer", trying)
+    names = ("p", "d", "later")
+    producer, consumer, later = with_keys(tmp_path, *names) if keyed else [Daemon(tmp_path / name) for name in names]
+    later.port.close()
+    aliases = [tmp_path / f"alias{number}.peers" for number in range(30)]
+    with running(producer, consumer):
+        for alias in aliases:
+            consumer.port.connect(producer.port.address.replace(str(producer.path), str(alias)))
+        links = list(consumer.port._links)
+        for alias in aliases:
+            alias.symlink_to(producer.path)
+        trouble = f" leads to the socket of the daemon at {producer.path}: name that"
+        await until(lambda: all(tried[str(alias)] > 2 for alias in aliases))
+        assert all(consumer.port.trouble(link).endswith(trouble) for link in links)
+        assert len(accepted) == 1
+        assert len(producer.rejected) <= 1
+        # Its own name is unharmed, and one that leads to nobody any more is as good as new.
+        own = consumer.port.connect(producer.port.address)
+        assert consumer.port.ask(own, b"hello")
+        assert (await producer.inbox.next(PeerAsked)).frame == b"hello"
+        assert consumer.port.trouble(own) == ""
+        aliases[0].unlink()
+        await until(lambda: consumer.port.trouble(links[0]) == "")
+    for alias in aliases[1:]:
+        alias.unlink()
+
+
+async def test_a_name_that_a_file_was_known_by_counts_while_it_leads_there(tmp_path: Path) -> None:
+    producer, consumer = Daemon(tmp_path / "p"), Daemon(tmp_path / "d")
+    with running(producer, consumer):
+        file = producer.path.stat()
+        listener._bound_names[file.st_dev, file.st_ino] = str(tmp_path / "gone.peers")  # its number is used again
+        assert consumer.port.ask(consumer.port.connect(producer.port.address), b"hello")
+        assert (await producer.inbox.next(PeerAsked)).frame == b"hello"
+
+
+def test_names_are_known_of_so_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_PEERS", 2)
+    monkeypatch.setattr(listener, "_bound_names", {})
+    for number in range(3):
+        listener._remember((0, number), f"/{number}.peers")
+    assert listener._bound_names == {(0, 1): "/1.peers", (0, 2): "/2.peers"}
+
+
+async def test_keys_work_over_a_unix_socket_too(tmp_path: Path) -> None:
+    producer, consumer = with_keys(tmp_path, "p", "d")
     with running(producer, consumer):
         link = consumer.port.connect(producer.port.address)
         consumer.port.ask(link, b"hello")
-        assert (await producer.inbox.next(PeerAsked)).key == pairs["d"].public.hex()
+        assert consumer.port.address.endswith(f"#{(await producer.inbox.next(PeerAsked)).key}")
 
 
 @as_root

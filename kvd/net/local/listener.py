@@ -13,6 +13,7 @@ from typing import Final
 import structlog
 
 from kvd import foreign, limits
+from kvd.errors import ErrorCode, refusal
 from kvd.limits import BACKLOG
 from kvd.net.interface import Intake
 from kvd.net.unix import credentials, take_descriptors
@@ -24,6 +25,9 @@ ACCEPT_PAUSE_SECONDS: Final = 0.5
 """Pause of accepting after the system had no descriptor for us."""
 
 _LOGGED_SECONDS: Final = 10.0
+
+_bound_names: dict[tuple[int, int], str] = {}
+"""Of sockets of our user that were reached by another name, by file: the name that each was bound under."""
 
 _log = structlog.get_logger("kvd.net")
 
@@ -130,18 +134,43 @@ def connect_to_peer(path: str) -> socket.socket:
     """As `connect_to`, where a socket listens that was bound under that very name.
 
     By other names, of links in the file system, each ticket could have a peer more that takes that daemon's places.
+    Once a socket of our user was reached by one of them, none of them is connected to: those who may not connect could
+    keep that daemon accepting at its pace otherwise, by our hand.
 
     Raises:
-        OSError: as `connect_to`; or it was bound under another name.
+        OSError: as `connect_to`.
+        BadRequest: `NOT_PERMITTED`, it was bound under another name.
         Unavailable: `OVERLOADED`, too many descriptors of that user's are yet to be closed, as this one may be then.
 
     """
-    foreign.check(os.stat(path).st_uid)
-    made = connect_to(path)
-    if made.getpeername() != path:
+    file = os.stat(path)
+    foreign.check(file.st_uid)
+    key = file.st_dev, file.st_ino
+    name = _bound_names.get(key, path)
+    if name == path or not _is_at(name, key):
+        made = connect_to(path)
+        name = made.getpeername()
+        if name == path:
+            return made
+        # The file may be another one by now. Of our user's sockets alone the name leads to no file of somebody else's.
+        if credentials(made).uid == os.geteuid():
+            _remember(key, name)
         hang_up(made)
-        raise ConnectionRefusedError(errno.ECONNREFUSED, "it was bound under another name")
-    return made
+    raise refusal(ErrorCode.NOT_PERMITTED, f"{path} leads to the socket of the daemon at {name}: name that")
+
+
+def _remember(key: tuple[int, int], name: str) -> None:
+    if len(_bound_names) >= limits.MAX_PEERS:
+        _bound_names.pop(next(iter(_bound_names)))
+    _bound_names[key] = name
+
+
+def _is_at(path: str, key: tuple[int, int]) -> bool:
+    try:
+        file = os.lstat(path)
+    except OSError:
+        return False
+    return (file.st_dev, file.st_ino) == key
 
 
 def hang_up(accepted: socket.socket, last_words: bytes = b"") -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 from kvd import limits
-from kvd.errors import Unavailable
+from kvd.errors import BadRequest, Unavailable
 from kvd.limits import LINGER_MS, RECONNECT_MAX_MS, RECONNECT_MS, SEND_MESSAGES, SHARED_BYTES
 from kvd.net.local import zmtp
 from kvd.net.local.connection import Connection, Inlet, Outbox, flush_all
@@ -51,6 +51,10 @@ class OwnUserPeers:
     def ask(self, link: int, frame: bytes) -> bool:
         """Sends without blocking, once connected; False if the queue is full."""
         return self._dealers[link].send(frame)
+
+    def trouble(self, link: int) -> str:
+        """Why nobody is connected to at the path of a link; empty if somebody is, or nobody listens."""
+        return self._dealers[link].trouble
 
     def disconnect(self, link: int) -> None:
         """Drops what was not sent."""
@@ -98,6 +102,8 @@ class DealerSocket:
     def __init__(
         self, path: str, routing_id: bytes, on_message: Callable[[bytes], None], inlet: Inlet, on_rejected: OnRejected
     ) -> None:
+        self.trouble = ""
+        """Why nobody is connected to at `path`; empty if somebody is, or nobody listens."""
         self.welcomed: Connection | None = None
         """The connection, once the other end has done its half of the handshake: before, it may hang up on messages."""
         self._connection: Connection | None = None
@@ -131,9 +137,11 @@ class DealerSocket:
     def _connect(self) -> None:
         try:
             connected = connect_to_peer(self._path)
-        except (OSError, Unavailable):
+        except (OSError, BadRequest, Unavailable) as error:
+            self.trouble = "" if isinstance(error, OSError) else error.text
             self._try_again()
             return
+        self.trouble = ""
         if self._greets(connected):
             self._connection = Connection(
                 connected,

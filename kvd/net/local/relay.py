@@ -194,6 +194,8 @@ class Passage:
     """
 
     def __init__(self, path: str, folder: str) -> None:
+        self.trouble = ""
+        """Why nobody is connected to at `path`; empty if somebody is, or nobody listens."""
         self._path = path
         self._loop = asyncio.get_running_loop()
         self._inside: socket.socket | None = None
@@ -250,9 +252,11 @@ class Passage:
             return
         try:
             outside = connect_to_peer(self._path)
-        except (OSError, Unavailable):
+        except (OSError, BadRequest, Unavailable) as error:
+            self.trouble = "" if isinstance(error, OSError) else error.text
             self._try_in(self._pause)
             return
+        self.trouble = ""
         inside, self._inside = self._inside, None
         self._relay = Relay(outside, inside, self._ended)
 
