@@ -50,11 +50,16 @@ class ErrorCode(StrEnum):
 
 
 class KvdError(Exception):
-    """Base of all errors of kvd: `code` for programs, the text for people."""
+    """Base of all errors of kvd: `code` for programs, the text for people.
+
+    What it quotes may be anybody's, such as the name of a socket: logs and terminals get it on one line, without
+    escapes, and it can be sent.
+    """
 
     codes: ClassVar[frozenset[ErrorCode]] = frozenset()
 
     def __init__(self, code: ErrorCode, text: str) -> None:
+        text = printable(text)
         super().__init__(f"{code}: {text}")
         self.code = code
         self.text = text
@@ -120,11 +125,7 @@ def refusal(code: ErrorCode, text: str) -> KvdError:
 
 
 def error_from_code(code: str, text: str) -> KvdError:
-    """The error for a received `code` and `text`; an unknown code, of a newer version, is a `BadRequest`.
-
-    The sender may be anybody's: logs and terminals get its text on one line, without escapes.
-    """
-    text = printable(text)
+    """The error for a received `code` and `text`; an unknown code, of a newer version, is a `BadRequest`."""
     if code not in ErrorCode.__members__.values():
         return BadRequest(ErrorCode.BAD_MESSAGE, f"{text} (code {code!r}, unknown to this version)")
     return refusal(ErrorCode(code), text)

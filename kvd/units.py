@@ -13,4 +13,6 @@ def size(count: float) -> str:
 
 def printable(text: str) -> str:
     """A text of others on one line: what would move a terminal's cursor, or is no text, is replaced."""
+    if text.isprintable():
+        return text
     return "".join(each if each.isprintable() else "?" for each in text)

@@ -29,3 +29,10 @@ def test_nobody_chooses_the_class_of_an_error_beside_its_code() -> None:
     root = Path(kvd.__file__).parent
     sources = {path: path.read_text() for path in root.rglob("*.py") if path.name != "errors.py"}
     assert [path for path, text in sources.items() if CHOSEN_BY_HAND.search(text)] == []
+
+
+@pytest.mark.parametrize("code", list(ErrorCode))
+def test_a_text_is_on_one_line_and_can_be_sent_whatever_it_quotes(code: ErrorCode) -> None:
+    error = refusal(code, "at \udcff\n\x1b[31m\0é")
+    assert error.text == "at ???[31m?é"
+    assert str(error) == f"{code}: {error.text}"

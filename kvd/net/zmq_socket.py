@@ -213,7 +213,11 @@ class SocketPump:
             except zmq.Again:
                 return
             left -= sum(map(len, parts))
-            self._on_message(parts)
+            try:
+                self._on_message(parts)
+            except Exception:  # a defect: it costs the message that met it, not those behind it
+                self._look_again()
+                raise
         self._schedule()
 
     def _take(self) -> list[bytes]:

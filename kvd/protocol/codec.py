@@ -8,7 +8,6 @@ from kvd import limits
 from kvd.errors import ErrorCode, refusal
 from kvd.protocol import export, peer, worker
 from kvd.protocol.types import Message
-from kvd.units import printable
 
 T = TypeVar("T")
 
@@ -49,7 +48,7 @@ class Decoder(Generic[T]):
         try:
             message: T = self._decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            said = printable(str(error)[: limits.MAX_ERROR_TEXT])  # it may quote the frame, whole
+            said = str(error)[: limits.MAX_ERROR_TEXT]  # it may quote the frame, whole
             raise refusal(ErrorCode.BAD_MESSAGE, f"no message: {said}") from error
         return message
 

@@ -1,7 +1,10 @@
 """CURVE over real daemons: who is on the list moves blocks, who is not moves none."""
 
+import os
 import signal
+import socket
 import urllib.request
+from functools import partial
 
 import pytest
 from msgspec.structs import replace
@@ -152,3 +155,31 @@ def _read_list_again(producer) -> None:
     for _ in until("the pool has new keys"):
         if '"pool registered anew"' in producer.log.read_text():
             break
+
+
+@pytest.mark.parametrize("made", ["before the pull", "after it"])
+@pytest.mark.parametrize("keyed", [False, True], ids=["no keys", "keys"])
+def test_a_ticket_that_leads_to_a_socket_whose_name_is_no_text_fails_one_pull(fleet: Fleet, tmp_path, keyed, made):
+    ring = Keyring(fleet, tmp_path)
+    start_p, start_d = (ring.daemon(name) if keyed else partial(fleet.daemon, name) for name in ("p", "d"))
+    producer, consumer = start_p(), start_d(heartbeat="0.2")
+    prefill, decode = fleet.worker(producer, "prefill"), fleet.worker(consumer, "decode")
+    ticket = prefill.call("offer", name="bad", ids=[1])
+    known = tickets.decode(ticket)
+    alias = tmp_path / "alias.peers"
+    places = [rank.address.replace(rank.address.partition("#")[0], f"ipc://{alias}") for rank in known.ranks]
+    bad = replace(known, ranks=tuple(replace(rank, address=at) for rank, at in zip(known.ranks, places, strict=True)))
+    named = os.fsencode(tmp_path) + b"/\xff.peers"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(named)
+        listening.listen()
+        if made == "before the pull":
+            os.symlink(named, os.fsencode(alias))
+        decode.call("pull", name="bad", ticket=bad.encode(), ids=[2], timeout=PATIENCE)
+        if made == "after it":
+            os.symlink(named, os.fsencode(alias))
+        ended = decode.outcome("bad")
+    assert (ended["kind"], ended["code"]) == ("Failed", "peer_lost"), ended
+    assert "leads to the socket of the daemon at" in ended["text"]
+    decode.call("pull", name="good", ticket=prefill.call("offer", name="good", ids=[1]), ids=[3])
+    assert decode.outcome("good")["kind"] == "Done"

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd import limits
-from kvd.limits import SEND_MESSAGES
+from kvd.limits import RECONNECT_MAX_MS, SEND_MESSAGES
 from kvd.net.local import connection, own_user
 from kvd.net.local.connection import Inlet, Outbox
 from kvd.net.local.own_user import DealerSocket, OwnUserPeers
@@ -201,18 +201,25 @@ def count_calls(other: Other, name: str) -> list[None]:
     return calls
 
 
-async def test_the_pause_doubles_up_to_a_bound_until_it_is_welcomed(other: Other) -> None:
-    pauses = list[int]()
-    for _ in range(7):
-        (await other.accept(b"")).close()
+@pytest.mark.parametrize("said", [b"", HANDSHAKE], ids=["silent", "welcomes"])
+async def test_the_pause_doubles_up_to_a_bound_until_a_connection_has_lasted(other: Other, said: bytes) -> None:
+    async def pause() -> int:
         while other.dealer._connection is not None:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        pauses.append(other.dealer._pause_ms)
+        return other.dealer._pause_ms
+
+    pauses = list[int]()
+    for _ in range(7):
+        with await other.accept(said):
+            while said and other.dealer.welcomed is None:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        pauses.append(await pause())
     assert pauses == [20, 40, 80, 160, 320, 500, 500]
     with await other.accept() as accepted:
         assert other.dealer.send(b"x")
         assert await read(accepted, len(hello(NAME)) + 3) == hello(NAME) + frame(b"x")
-        assert other.dealer._pause_ms == 0
+        await asyncio.sleep(RECONNECT_MAX_MS / 1000)
+    assert await pause() == 20
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n".ljust(64), GREETING + frame(b"early")])

@@ -26,3 +26,27 @@ async def test_between_large_messages_others_get_their_turn_as_between_many_smal
                 most, before = max(most, len(arrived) - before), len(arrived)
         taking.close()
     assert most == min(pump.RECEIVES_PER_WAKE, max(1, pump.BYTES_PER_WAKE // size))
+
+
+async def test_a_message_whose_handler_raises_costs_none_of_those_behind_it() -> None:
+    arrived, raised = list[bytes](), list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: raised.append(context["exception"]))
+
+    def take(parts: list[bytes]) -> None:
+        if parts == [b"1"]:
+            raise ValueError
+        arrived.append(parts[0])
+
+    with zmq.Context() as context, context.socket(zmq.PAIR) as sender:
+        receiver = context.socket(zmq.PAIR)
+        receiver.bind("inproc://messages")
+        sender.connect("inproc://messages")
+        for number in range(4):
+            sender.send(b"%d" % number)
+        taking = SocketPump(receiver, take)
+        async with asyncio.timeout(MOMENT):
+            while len(arrived) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        taking.close()
+    assert arrived == [b"0", b"2", b"3"]
+    assert len(raised) == 1

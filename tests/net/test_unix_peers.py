@@ -17,6 +17,7 @@ import zmq
 
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, Unavailable
+from kvd.limits import RECONNECT_MAX_MS
 from kvd.net import keys
 from kvd.net.interface import PeerAnswered, PeerAsked
 from kvd.net.keys import Allowed
@@ -168,21 +169,114 @@ async def test_names_that_come_to_lead_to_a_peer_cost_it_one_connection_together
         alias.unlink()
 
 
-async def test_a_name_that_a_file_was_known_by_counts_while_it_leads_there(tmp_path: Path) -> None:
-    producer, consumer = Daemon(tmp_path / "p"), Daemon(tmp_path / "d")
-    with running(producer, consumer):
-        file = producer.path.stat()
-        listener._bound_names[file.st_dev, file.st_ino] = str(tmp_path / "gone.peers")  # its number is used again
-        assert consumer.port.ask(consumer.port.connect(producer.port.address), b"hello")
-        assert (await producer.inbox.next(PeerAsked)).frame == b"hello"
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int, int], str]:
+    """What is known of names that lead to sockets."""
+    names: dict[tuple[int, int, int], str] = {}
+    monkeypatch.setattr(listener, "_bound_names", names)
+    return names
 
 
-def test_names_are_known_of_so_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def listens(name: Path | bytes) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.fsencode(name))
+        listening.listen()
+        yield listening
+    os.unlink(name)
+
+
+def test_a_name_that_leads_elsewhere_at_each_look_does_no_harm_to_others(
+    tmp_path: Path, names: dict[tuple[int, int, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swapped, honest = tmp_path / "swapped.peers", tmp_path / "honest.peers"
+    fstat = os.fstat
+
+    def swapping(descriptor: int) -> os.stat_result:
+        found = fstat(descriptor)
+        swapped.unlink()
+        swapped.symlink_to(tmp_path / "other.peers")
+        return found
+
+    with listens(honest), listens(tmp_path / "other.peers") as other:
+        swapped.symlink_to(honest)
+        monkeypatch.setattr(os, "fstat", swapping)
+        with pytest.raises(BadRequest, match=f"leads to the socket of the daemon at {honest}: name that"):
+            listener.connect_to_peer(str(swapped))
+        monkeypatch.undo()
+        listener.connect_to_peer(str(honest)).close()
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.accept()
+    swapped.unlink()
+
+
+def test_a_socket_that_has_another_ones_inode_is_known_by_its_own_name(
+    tmp_path: Path, names: dict[tuple[int, int, int], str]
+) -> None:
+    with listens(tmp_path / "old.peers"):
+        (tmp_path / "alias.peers").symlink_to(tmp_path / "old.peers")
+        with pytest.raises(BadRequest):
+            listener.connect_to_peer(str(tmp_path / "alias.peers"))
+    with listens(tmp_path / "new.peers"):  # which file systems give the inode that has become free
+        listener.connect_to_peer(str(tmp_path / "new.peers")).close()
+    (tmp_path / "alias.peers").unlink()
+
+
+def test_names_are_known_of_so_many_files(
+    tmp_path: Path, names: dict[tuple[int, int, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "MAX_PEERS", 2)
-    monkeypatch.setattr(listener, "_bound_names", {})
-    for number in range(3):
-        listener._remember((0, number), f"/{number}.peers")
-    assert listener._bound_names == {(0, 1): "/1.peers", (0, 2): "/2.peers"}
+    paths = [tmp_path / f"{number}.peers" for number in range(3)]
+    for path in paths:
+        with listens(path):
+            (tmp_path / "alias.peers").symlink_to(path)
+            with pytest.raises(BadRequest):
+                listener.connect_to_peer(str(tmp_path / "alias.peers"))
+            (tmp_path / "alias.peers").unlink()
+    assert list(names.values()) == [str(path) for path in paths[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (b"\xff\n\x1b[31m.peers", "leads to the socket of the daemon at {}/???[31m.peers: name that"),
+        (b"of a service", "leads to no daemon's socket"),
+    ],
+    ids=["no text", "no peer"],
+)
+def test_what_is_told_of_a_socket_is_text_and_of_a_daemon(tmp_path: Path, name: bytes, told: str) -> None:
+    alias = tmp_path / "alias.peers"
+    with listens(os.fsencode(tmp_path) + b"/" + name):
+        alias.symlink_to(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+        with pytest.raises(BadRequest) as caught:
+            listener.connect_to_peer(str(alias))
+    alias.unlink()
+    assert caught.value.text == f"{alias} {told.format(tmp_path)}"
+
+
+async def test_with_keys_the_pause_doubles_until_a_connection_has_lasted(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    passage = relay.Passage(str(tmp_path / "p.peers"), str(tmp_path))
+
+    async def pause(lasts: float) -> float:
+        """What the next one waits after a connection that says a byte and ends."""
+        with socket.socket(socket.AF_UNIX) as dealer:
+            dealer.setblocking(False)
+            await loop.sock_connect(dealer, passage.address.removeprefix("ipc://"))
+            accepted, _ = await loop.sock_accept(listening)
+            with accepted:
+                accepted.send(b"x")
+                assert await loop.sock_recv(dealer, 2) == b"x"
+                await asyncio.sleep(lasts)
+            assert await loop.sock_recv(dealer, 2) == b""
+        return passage._pause
+
+    with listens(tmp_path / "p.peers") as listening:
+        listening.setblocking(False)
+        assert [await pause(0) for _ in range(6)] == [0.02, 0.04, 0.08, 0.16, 0.32, 0.5]
+        assert await pause(RECONNECT_MAX_MS / 1000 + 0.01) == 0
+    passage.close()
 
 
 async def test_keys_work_over_a_unix_socket_too(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from kvd.errors import ErrorCode, refusal
 from kvd.limits import BACKLOG
 from kvd.net.interface import Intake
 from kvd.net.unix import credentials, take_descriptors
+from kvd.protocol.address import PEERS
 
 MAX_CONNECTIONS: Final = 2 * limits.MAX_WORKERS
 """Open connections of one listener; further ones are hung up on, so that idle ones cannot use up our descriptors."""
@@ -26,8 +27,8 @@ ACCEPT_PAUSE_SECONDS: Final = 0.5
 
 _LOGGED_SECONDS: Final = 10.0
 
-_bound_names: dict[tuple[int, int], str] = {}
-"""Of sockets of our user that were reached by another name, by file: the name that each was bound under."""
+_bound_names: dict[tuple[int, int, int], str] = {}
+"""Of sockets that were reached by another name: the one each was bound under, by device, inode and time of change."""
 
 _log = structlog.get_logger("kvd.net")
 
@@ -134,8 +135,8 @@ def connect_to_peer(path: str) -> socket.socket:
     """As `connect_to`, where a socket listens that was bound under that very name.
 
     By other names, of links in the file system, each ticket could have a peer more that takes that daemon's places.
-    Once a socket of our user was reached by one of them, none of them is connected to: those who may not connect could
-    keep that daemon accepting at its pace otherwise, by our hand.
+    Once a socket was reached by one of them, none of them is connected to: those who may not connect could keep that
+    daemon accepting at its pace otherwise, by our hand.
 
     Raises:
         OSError: as `connect_to`.
@@ -143,34 +144,26 @@ def connect_to_peer(path: str) -> socket.socket:
         Unavailable: `OVERLOADED`, too many descriptors of that user's are yet to be closed, as this one may be then.
 
     """
-    file = os.stat(path)
-    foreign.check(file.st_uid)
-    key = file.st_dev, file.st_ino
-    name = _bound_names.get(key, path)
-    if name == path or not _is_at(name, key):
-        made = connect_to(path)
-        name = made.getpeername()
-        if name == path:
-            return made
-        # The file may be another one by now. Of our user's sockets alone the name leads to no file of somebody else's.
-        if credentials(made).uid == os.geteuid():
-            _remember(key, name)
-        hang_up(made)
-    raise refusal(ErrorCode.NOT_PERMITTED, f"{path} leads to the socket of the daemon at {name}: name that")
-
-
-def _remember(key: tuple[int, int], name: str) -> None:
-    if len(_bound_names) >= limits.MAX_PEERS:
-        _bound_names.pop(next(iter(_bound_names)))
-    _bound_names[key] = name
-
-
-def _is_at(path: str, key: tuple[int, int]) -> bool:
+    # A name may lead elsewhere at each look, so it is looked up once.
+    held = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        file = os.lstat(path)
-    except OSError:
-        return False
-    return (file.st_dev, file.st_ino) == key
+        file = os.fstat(held)
+        foreign.check(file.st_uid)
+        key = file.st_dev, file.st_ino, file.st_ctime_ns
+        name = _bound_names.get(key, path)
+        if name == path:
+            made = connect_to(f"/proc/self/fd/{held}")
+            name = made.getpeername()
+            if name == path:
+                return made
+            hang_up(made)
+            _bound_names[key] = name
+            if len(_bound_names) > limits.MAX_PEERS:
+                del _bound_names[next(iter(_bound_names))]
+    finally:
+        os.close(held)
+    where = f"the socket of the daemon at {name}: name that" if name.endswith(PEERS) else "no daemon's socket"
+    raise refusal(ErrorCode.NOT_PERMITTED, f"{path} leads to {where}")
 
 
 def hang_up(accepted: socket.socket, last_words: bytes = b"") -> None:

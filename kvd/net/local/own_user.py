@@ -95,7 +95,7 @@ def outbox_for_peer() -> Outbox:
 class DealerSocket:
     """Exchanges messages with the ROUTER that listens at `path`, if it has our own user.
 
-    It connects again and again, after pauses that double until somebody answers; what no connection has begun to send
+    It connects again and again, after pauses that double until a connection lasts; what no connection has begun to send
     waits for that. Whatever is not a message of one part ends a connection and is reported as an empty message.
     """
 
@@ -114,6 +114,7 @@ class DealerSocket:
         self._hello = zmtp.hello(routing_id)
         self._on_rejected = on_rejected
         self._pause_ms = 0
+        self._welcomed_at = 0.0
         self._closed = False
         self._again: asyncio.TimerHandle | None = None
         self._connect()
@@ -168,11 +169,14 @@ class DealerSocket:
 
     def _welcome(self, connection: Connection, _routing_id: bytes) -> None:
         self.welcomed = connection
-        self._pause_ms = 0
+        self._welcomed_at = asyncio.get_running_loop().time()
         connection.on_message = self._on_message
         connection.send_waiting()
 
     def _ended(self, _connection: Connection) -> None:
+        lasted = asyncio.get_running_loop().time() - self._welcomed_at
+        if self.welcomed is not None and lasted > RECONNECT_MAX_MS / 1000:
+            self._pause_ms = 0
         self.welcomed = self._connection = None
         self._outbox.drop_begun()
         self._try_again()

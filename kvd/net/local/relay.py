@@ -186,7 +186,7 @@ _LAST_PAUSE: Final = RECONNECT_MAX_MS / 1000
 class Passage:
     """A DEALER that connects to `address` talks to whoever listens at `path`.
 
-    It is tried again and again, after pauses that double until somebody answers.
+    It is tried again and again, after pauses that double until a connection lasts.
 
     Raises:
         OSError: no descriptor is left, or nothing can be made in `folder`.
@@ -202,7 +202,7 @@ class Passage:
         """The DEALER's connection, while nobody is at the other end."""
         self._relay: Relay | None = None
         self._again: asyncio.TimerHandle | None = None
-        self._pause = 0.0
+        self._pause = self._began = 0.0
         self._listener = PrivateListener(folder)
         self._loop.add_reader(self._listener.socket.fileno(), self._accept)
 
@@ -258,9 +258,11 @@ class Passage:
             return
         self.trouble = ""
         inside, self._inside = self._inside, None
+        self._began = self._loop.time()
         self._relay = Relay(outside, inside, self._ended)
 
     def _ended(self, relay: Relay) -> None:
         self._relay = None
-        if relay.inbound.bytes:
+        # Whoever says a byte and hangs up is no peer that has come back: thousands of them would take the loop's time.
+        if relay.inbound.bytes and self._loop.time() - self._began > _LAST_PAUSE:
             self._pause = 0.0
