@@ -34,8 +34,6 @@ class Session:
     """Its process, in this PID namespace; 0 for one outside of it."""
     uid: int
     pool: Pool
-    backlogged: bool = False
-    """Whether so many of its notifications are unacknowledged that its new requests are refused."""
 
 
 class Sessions:
@@ -81,12 +79,6 @@ class Sessions:
         if session is not None:
             session.pool = pool
 
-    def set_backlogged(self, worker: str, *, backlogged: bool) -> None:
-        """Stops or resumes new requests of one worker."""
-        session = self._by_worker.get(worker)
-        if session is not None:
-            session.backlogged = backlogged
-
     def answer(self, worker: str, message: Message) -> None:
         """Answers a request."""
         session = self._by_worker.get(worker)
@@ -129,7 +121,6 @@ class _Log:
     connected: bool = False
     flushing: bool = False
     """A `_flush` is to come."""
-    full: bool = False
 
 
 class CompletionActor(Actor):
@@ -151,19 +142,12 @@ class CompletionActor(Actor):
         if log is None:
             return  # the worker has detached: nobody waits for it
         log.items.append(item)
-        self._set_full(log)
         if not log.flushing and self._dispatcher.idle:
             self._flush(log)
         elif not log.flushing:
             log.flushing = True
             self.call(self._flush, log)
         self.call(self._context.metrics.notifications.inc)  # not before it is sent
-
-    def _set_full(self, log: _Log) -> None:
-        full = len(log.items) >= limits.MAX_UNACKNOWLEDGED
-        if full != log.full:
-            log.full = full
-            self._sessions.set_backlogged(log.worker, backlogged=full)
 
     def _flush(self, log: _Log) -> None:
         """Sends what has not been sent in this session."""
@@ -189,8 +173,6 @@ class CompletionActor(Actor):
             self.forget(worker)
             log = self._logs[worker] = _Log(worker, tenancy)
         log.connected, log.sent = True, 0
-        if log.full:
-            self._sessions.set_backlogged(worker, backlogged=True)
         if not log.flushing:
             self._flush(log)
 
@@ -210,7 +192,6 @@ class CompletionActor(Actor):
             log.items.popleft()
             log.first += 1
             log.sent = max(0, log.sent - 1)
-        self._set_full(log)
         self._check_idle()
 
     def forget(self, worker: str) -> None:
@@ -231,6 +212,11 @@ class CompletionActor(Actor):
     def _check_idle(self) -> None:
         if self._draining and not any(log.connected and log.items for log in self._logs.values()):
             self._context.idle(self.name)
+
+    def is_full(self, worker: str) -> bool:
+        """Whether so many of a worker's notifications are unacknowledged that its new requests are refused."""
+        log = self._logs.get(worker)
+        return log is not None and len(log.items) >= limits.MAX_UNACKNOWLEDGED
 
     def upcoming(self, worker: str) -> int:
         """The sequence number of a worker's next notification; 0 if it has lost its pool, which it hears next."""

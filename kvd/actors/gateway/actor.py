@@ -273,7 +273,7 @@ class GatewayActor(Actor):
 
     def _check_new(self, request: Pull | Offer, session: Session) -> None:
         self._admission.check_open()
-        if session.backlogged:
+        if self._completion.is_full(session.pool.name):
             text = f"{limits.MAX_UNACKNOWLEDGED} notifications are unacknowledged; poll the client, then try again"
             raise refusal(ErrorCode.OVERLOADED, text)
         self._admission.take_request(session.connection)

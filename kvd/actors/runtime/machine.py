@@ -6,6 +6,7 @@ a machine carries the effects out, in their order.
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -23,23 +24,15 @@ class Step(NamedTuple, Generic[S, F]):
     effects: tuple[F, ...] = ()
 
 
+@dataclass(slots=True)
 class Table(Generic[S, E, F]):
     """One kind of machine: `steps` are its transitions, `ignored` the events that change nothing in a state."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        initial: S,
-        final: frozenset[S],
-        steps: Mapping[tuple[S, E], Step[S, F]],
-        ignored: Mapping[S, frozenset[E]],
-    ) -> None:
-        self.name = name
-        self.initial = initial
-        self.final = final
-        self.steps = steps
-        self.ignored = ignored
+    name: str
+    initial: S
+    final: frozenset[S]
+    steps: Mapping[tuple[S, E], Step[S, F]]
+    ignored: Mapping[S, frozenset[E]]
 
     def step(self, state: S, event: E) -> Step[S, F]:
         """What `event` does in `state`.
