@@ -1,7 +1,6 @@
 """The pools that pulls write to: which of their blocks are busy or in quarantine, and how much is open."""
 
-from msgspec import Struct
-from msgspec.structs import replace
+from collections import Counter
 
 from kvd import limits
 from kvd.actors.runtime.context import ActorContext
@@ -12,45 +11,17 @@ from kvd.errors import ErrorCode, refusal
 _HOLDS = (Hold.PULLING, Hold.QUARANTINED)
 
 
-class _Open(Struct):
-    """The size of all pulls into one pool whose blocks have not been given back."""
-
-    pulls: int = 0
-    ranks: int = 0
-    """Named by their tickets."""
-    ticket_bytes: int = 0
-
-    def add(self, pull: Pull, *, times: int = 1) -> None:
-        """Counts one pull more, or one less."""
-        self.pulls += times
-        self.ranks += times * len(pull.ticket.ranks)
-        self.ticket_bytes += times * pull.ticket_bytes
-
-    def check(self) -> None:
-        """Checks the bounds for one worker.
-
-        Raises:
-            Unavailable: `OVERLOADED`, a bound is exceeded.
-
-        """
-        for what, count, bound in (
-            ("pulls of this worker", self.pulls, limits.MAX_REQUESTS_PER_WORKER),
-            ("producer ranks of this worker's pulls", self.ranks, limits.MAX_RANKS_PER_WORKER),
-            ("bytes of tickets of this worker's pulls", self.ticket_bytes, limits.MAX_TICKET_BYTES_PER_WORKER),
-        ):
-            if count > bound:
-                text = f"with this one {count} {what} would be open, the bound is {bound}; wait until some have ended"
-                raise refusal(ErrorCode.OVERLOADED, text)
-
-
 class Targets:
     """The pools of this daemon's workers, from their registration until they are gone."""
 
     def __init__(self, context: ActorContext) -> None:
         self._context = context
         self._pools: dict[str, Pool] = {}
-        self._open: dict[int, _Open] = {}
-        """By the id of the pool that pulls write to."""
+        # Of pulls whose blocks have not been given back, by the id of the pool that they write to.
+        self._pulls: Counter[int] = Counter()
+        self._ranks: Counter[int] = Counter()
+        """Named by their tickets."""
+        self._ticket_bytes: Counter[int] = Counter()
         self._closing: set[int] = set()
         self.quarantined = 0
         """Pulls whose blocks are in quarantine."""
@@ -72,7 +43,7 @@ class Targets:
 
     def is_quiet(self, pool: int) -> bool:
         """Whether it is closing, and nothing writes to it any more."""
-        return pool in self._closing and pool not in self._open
+        return pool in self._closing and pool not in self._pulls
 
     def take(self, pull: Pull) -> None:
         """Accepts a pull and marks its blocks as busy, until they are given back.
@@ -86,11 +57,9 @@ class Targets:
         pool = pull.pool
         if self._pools.get(pool.name) is not pool or pool.id in self._closing:
             raise refusal(ErrorCode.POOL_BUSY, f"the pool {pool.name!r} is being given back")
-        after = replace(self._open.get(pool.id, _Open()))
-        after.add(pull)
-        after.check()
+        self._check_room(pool.id, 1, len(pull.ticket.ranks), pull.ticket_bytes)
         pool.blocks.take(pull.blocks)
-        self._open[pool.id] = after
+        self._count(pool.id, 1, len(pull.ticket.ranks), pull.ticket_bytes)
         self.held.move(pull.size, None, Hold.PULLING)
 
     def grow(self, pull: Pull, more: int) -> None:
@@ -100,11 +69,31 @@ class Targets:
             Unavailable: `OVERLOADED`, too much is open.
 
         """
-        after = replace(self._open[pull.pool.id])
-        after.ticket_bytes += more
-        after.check()
-        self._open[pull.pool.id] = after
+        self._check_room(pull.pool.id, 0, 0, more)
+        self._count(pull.pool.id, 0, 0, more)
         pull.ticket_bytes += more
+
+    def _check_room(self, pool: int, pulls: int, ranks: int, ticket_bytes: int) -> None:
+        """Checks the bounds for one worker: `OVERLOADED` if with so much more one is exceeded."""
+        for what, count, bound in (
+            ("pulls of this worker", self._pulls[pool] + pulls, limits.MAX_REQUESTS_PER_WORKER),
+            ("producer ranks of this worker's pulls", self._ranks[pool] + ranks, limits.MAX_RANKS_PER_WORKER),
+            (
+                "bytes of tickets of this worker's pulls",
+                self._ticket_bytes[pool] + ticket_bytes,
+                limits.MAX_TICKET_BYTES_PER_WORKER,
+            ),
+        ):
+            if count > bound:
+                text = f"with this one {count} {what} would be open, the bound is {bound}; wait until some have ended"
+                raise refusal(ErrorCode.OVERLOADED, text)
+
+    def _count(self, pool: int, pulls: int, ranks: int, ticket_bytes: int) -> None:
+        self._pulls[pool] += pulls
+        self._ranks[pool] += ranks
+        self._ticket_bytes[pool] += ticket_bytes
+        if not self._pulls[pool]:
+            del self._pulls[pool], self._ranks[pool], self._ticket_bytes[pool]
 
     def quarantine(self, pull: Pull) -> None:
         """Counts a pull that has ended while the transport may still write to its blocks."""
@@ -127,10 +116,7 @@ class Targets:
         """Frees the blocks of a pull, to which nothing writes any more."""
         self.held.move(pull.size, Hold.PULLING, None)
         pull.pool.blocks.give_back(pull.blocks)
-        left = self._open[pull.pool.id]
-        left.add(pull, times=-1)
-        if not left.pulls:
-            del self._open[pull.pool.id]
+        self._count(pull.pool.id, -1, -len(pull.ticket.ranks), -pull.ticket_bytes)
 
     def busy_blocks(self) -> dict[str, int]:
         """How many blocks are busy, by worker."""
