@@ -17,7 +17,7 @@ from kvd.actors.runtime.machine import EffectQueue
 from kvd.actors.runtime.pools import Pool
 from kvd.actors.scheduler import pull as machine
 from kvd.actors.scheduler.leaving import LeavingPulls
-from kvd.actors.scheduler.producers import KnownRoutes, Producers
+from kvd.actors.scheduler.producers import Producers, check_names, may_come, unknown, without_pool
 from kvd.actors.scheduler.pull import Effect, Event, Pull, PullKey, State
 from kvd.actors.scheduler.targets import Targets
 from kvd.actors.scheduler.transfers import Transfers
@@ -56,13 +56,12 @@ class SchedulerActor(Actor):
         self._leases = leases
         self._handshake = handshake
         self._targets = Targets(context)
-        routes = KnownRoutes(
+        self._producers = Producers(
             self,
             background,
             made=lambda numbers, failure: self.unrouted.routes_made(numbers, failure),  # noqa: PLW0108 - made below
             wanted=lambda: {pull.routing for pull in self._all()},
         )
-        self._producers = Producers(routes)
         self._pulls: dict[PullKey, Pull] = {}
         self._effects = EffectQueue(when_empty=self._check_idle)
         self.transfers = Transfers(
@@ -99,7 +98,7 @@ class SchedulerActor(Actor):
     def start(self, pool: Pool, request: protocol.Pull, ticket: Ticket) -> None:
         """Accepts a pull, with a decoded ticket and checked blocks; or refuses it, and then nothing has changed."""
         key = (pool.name, request.request)
-        now, unknown = self.loop.time(), self._producers.unknown(ticket)
+        now, awaited = self.loop.time(), unknown(ticket, self._producers.ready)
         addresses = frozenset(rank.address for rank in ticket.ranks)
         pull = Pull(
             key,
@@ -110,8 +109,8 @@ class SchedulerActor(Actor):
             consumer=request.consumer or request.request,
             started=now,
             addresses=addresses,
-            awaited=unknown,
-            unasked=set(addresses - unknown),
+            awaited=awaited,
+            unasked=set(addresses - awaited),
             hold=request.hold,
             size=pool.blocks.size_of(request.spans),
         )
@@ -153,15 +152,16 @@ class SchedulerActor(Actor):
         None while its route is being worked out.
         """
         pull.routing = 0  # one between its producers as they were is not waited for any more
-        self._producers.check_names(pull.ticket)
-        missing = self._producers.without_pool(pull.ticket)
+        ready = self._producers.ready
+        check_names(pull.ticket, ready)
+        missing = without_pool(pull.ticket, ready)
         if missing and pull.lookups_left > 0:
             return self._look_up(pull, missing)
-        if missing and self._producers.may_come(pull.ticket, missing):
+        if missing and may_come(pull.ticket, missing):
             return Event.ABSENT
-        pull.views = self._producers.views(pull.ticket)
+        pull.views = {address: ready[address] for address in pull.addresses}
         try:
-            sources = self._producers.routes.find(pull)
+            sources = self._producers.find(pull)
         except KvdError:
             if pull.unasked:  # a producer's engine may have changed its layout since its daemon was asked
                 return self._look_up(pull, set(pull.unasked))
@@ -346,5 +346,5 @@ class SchedulerActor(Actor):
             busy_blocks=self._targets.busy_blocks(),
             blocks=self._targets.held.report(),
             connecting=sum(pull.state is State.CONNECTING for pull in self._pulls.values()),
-            routes=len(self._producers.routes),
+            routes=self._producers.routes,
         )

@@ -105,16 +105,16 @@ class Grants:
 
         """
         pull, rank = transfer.pull, transfer.rank
-        if rank.address not in self._producers:
+        view = self._producers.ready.get(rank.address)
+        if view is None:
             return False
-        view = self._producers[rank.address]
         pool = view.pools.get(rank.pool)
         if pool is None or not view.told_of(pool, grant):
             return False
         self._plans.drop(transfer)
         self._plans.ended(transfer)
         pull.views[rank.address] = view
-        found = self._producers.routes.find(pull)
+        found = self._producers.find(pull)
         if found is None:
             return False
         sources = {source.rank: source for source in found}

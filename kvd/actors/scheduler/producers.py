@@ -1,6 +1,6 @@
 """The daemons that pulls read from, and the routes from their pools to ours."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -35,10 +35,11 @@ class _Wanted:
     """Of its producers' daemons."""
 
 
-class KnownRoutes:
-    """Routes, which are worked out once and used by every pull: short ones at once, long ones on a thread.
+class Producers:
+    """Peers that are `ready`, by address, and the routes from their pools to ours.
 
-    The thread makes one at a time; users take turns.
+    A route is worked out once and used by every pull: a short one at once, a long one on a thread. The thread makes one
+    at a time; users take turns.
 
     `made` is called with the numbers of routes for which pulls may wait (`Pull.routing`), and with an error of the
     thread if that has not worked them out: the next pull has it try again. `wanted` gives the numbers of those for
@@ -52,6 +53,7 @@ class KnownRoutes:
         made: Callable[[Collection[int], KvdError | None], None],
         wanted: Callable[[], Collection[int]],
     ) -> None:
+        self.ready: dict[str, PeerView] = {}
         self._actor = actor
         self._background = background
         self._made = made
@@ -65,7 +67,9 @@ class KnownRoutes:
         self._is_stale = False
         """Whether what is being made is not wanted any more."""
 
-    def __len__(self) -> int:
+    @property
+    def routes(self) -> int:
+        """How many routes are kept."""
         return len(self._known)
 
     def find(self, pull: Pull) -> Sources | None:
@@ -92,15 +96,16 @@ class KnownRoutes:
             raise refusal(*known.refused)  # a new one: an error keeps what it was raised through
         return known.sources
 
-    def forget_peer(self, address: str) -> None:
-        """Forgets the routes of a peer."""
+    def forget(self, address: str) -> None:
+        """Forgets a peer that is not ready any more, and the routes from it."""
+        self.ready.pop(address, None)
         self._known = {
             key: known for key, known in self._known.items() if not any(address == source for source, *_ in key[1])
         }
         self._drop(lambda wanted: address in wanted.addresses)
 
     def forget_pool(self, epoch: int) -> None:
-        """Forgets the routes to a pool of ours."""
+        """Forgets the routes to a pool of ours, which is gone."""
         self._known = {key: known for key, known in self._known.items() if key[0] != epoch}
         self._drop(lambda wanted: wanted.key[0] == epoch)
 
@@ -168,69 +173,40 @@ class KnownRoutes:
             kept -= self._known.pop(next(iter(self._known))).cost
 
 
-class Producers:
-    """Peers that are ready, by address, and the `routes` from them."""
+def unknown(ticket: Ticket, known: Mapping[str, PeerView]) -> set[str]:
+    """The addresses in a ticket whose daemon is not ready, or is `known` as a run from before the ticket."""
+    return {
+        rank.address
+        for rank in ticket.ranks
+        if rank.address not in known or rank.incarnation > known[rank.address].incarnation
+    }
 
-    def __init__(self, routes: KnownRoutes) -> None:
-        self._views: dict[str, PeerView] = {}
-        self.routes = routes
 
-    def __getitem__(self, address: str) -> PeerView:
-        return self._views[address]
+def check_names(ticket: Ticket, views: Mapping[str, PeerView]) -> None:
+    """Checks that the daemons which answer at a ticket's addresses are those that it names.
 
-    def __contains__(self, address: str) -> bool:
-        return address in self._views
+    Raises:
+        BadRequest: `BAD_TICKET`, one is not.
 
-    def learn(self, view: PeerView) -> None:
-        """Notes that a peer is ready, or has told us about its pools again."""
-        self._views[view.address] = view
+    """
+    for rank in ticket.ranks:
+        found = views[rank.address].daemon
+        if found != rank.daemon:
+            text = f"the ticket is about {rank.daemon!r} at {rank.address}, where {found!r} answers"
+            raise refusal(ErrorCode.BAD_TICKET, text)
 
-    def forget(self, address: str) -> None:
-        """Forgets a peer that is not ready any more."""
-        self._views.pop(address, None)
-        self.routes.forget_peer(address)
 
-    def forget_pool(self, epoch: int) -> None:
-        """Forgets the routes to one of our own pools, which is gone."""
-        self.routes.forget_pool(epoch)
+def without_pool(ticket: Ticket, views: Mapping[str, PeerView]) -> set[str]:
+    """The addresses in a ticket whose daemon has not named the pool: it may have come since the welcome."""
+    return {rank.address for rank in ticket.ranks if rank.pool not in views[rank.address].pools}
 
-    def unknown(self, ticket: Ticket) -> set[str]:
-        """The addresses in a ticket whose daemon is not ready, or is known as a run from before the ticket."""
-        known = self._views
-        return {
-            rank.address
-            for rank in ticket.ranks
-            if rank.address not in known or rank.incarnation > known[rank.address].incarnation
-        }
 
-    def check_names(self, ticket: Ticket) -> None:
-        """Checks that the daemons which answer at a ticket's addresses are those that it names.
+def may_come(ticket: Ticket, addresses: set[str]) -> bool:
+    """Whether the pools that the daemons at `addresses` have not named may yet come.
 
-        Raises:
-            BadRequest: `BAD_TICKET`, one is not.
-
-        """
-        for rank in ticket.ranks:
-            found = self._views[rank.address].daemon
-            if found != rank.daemon:
-                text = f"the ticket is about {rank.daemon!r} at {rank.address}, where {found!r} answers"
-                raise refusal(ErrorCode.BAD_TICKET, text)
-
-    def without_pool(self, ticket: Ticket) -> set[str]:
-        """The addresses in a ticket whose daemon has not named the pool: it may have come since the welcome."""
-        return {rank.address for rank in ticket.ranks if rank.pool not in self._views[rank.address].pools}
-
-    @staticmethod
-    def may_come(ticket: Ticket, addresses: set[str]) -> bool:
-        """Whether the pools that the daemons at `addresses` have not named may yet come.
-
-        If the ticket names an incarnation, the pool was there when it was made, so it has gone since.
-        """
-        return all(rank.incarnation == 0 for rank in ticket.ranks if rank.address in addresses)
-
-    def views(self, ticket: Ticket) -> dict[str, PeerView]:
-        """The peers that a ticket names, by address."""
-        return {rank.address: self._views[rank.address] for rank in ticket.ranks}
+    If the ticket names an incarnation, the pool was there when it was made, so it has gone since.
+    """
+    return all(rank.incarnation == 0 for rank in ticket.ranks if rank.address in addresses)
 
 
 def _outcome(key: RouteKey, make: Callable[[], Sources]) -> _Known:

@@ -60,7 +60,7 @@ class UnroutedPulls(Component):
         """Has the daemons asked that a pull waits for."""
         pull.unasked -= pull.awaited
         for address in sorted(pull.awaited):
-            call(self._handshake.need, address, worker=pull.key[0], stale=address in self._producers)
+            call(self._handshake.need, address, worker=pull.key[0], stale=address in self._producers.ready)
 
     def retry_later(self, pull: Pull) -> None:
         """Looks again for the pools of a pull after a while."""
@@ -78,7 +78,7 @@ class UnroutedPulls(Component):
 
         Goes on with the pulls that waited for it, and with those that it granted a pool not known before.
         """
-        self._producers.learn(view)
+        self._producers.ready[view.address] = view
         for pull in self._pulls():
             if view.address in pull.awaited:
                 pull.awaited.discard(view.address)

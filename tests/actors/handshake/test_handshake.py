@@ -361,7 +361,7 @@ def test_an_idle_peer_is_forgotten(stage):
         stage.run(1.0)
     assert ("disconnect", 1) in stage.commands
     assert not stage.actors.handshake._peers.by_address
-    assert not stage.actors.scheduler._producers._views
+    assert not stage.actors.scheduler._producers.ready
 
 
 def test_the_next_pull_from_a_peer_that_was_forgotten_meets_it_again(stage):
@@ -538,7 +538,7 @@ def test_a_peer_that_is_ready_again_is_kept_though_it_was_idle_before(stage):
     handshake.call(handshake._beat, 1)  # it has been idle for long
     handshake.call(handshake._announce, handshake._peers.by_link[1])  # and is made ready by what lay in the socket
     stage.run()
-    assert "tcp://peer:1" in stage.actors.scheduler._producers
+    assert "tcp://peer:1" in stage.actors.scheduler._producers.ready
     assert "tcp://peer:1" in handshake._peers.by_address
     stage.pull(name="again", timeout=5.0, call=3)
     assert stage.to_peers[-1] == (1, stage.asks(Claim)[-1])
@@ -552,7 +552,7 @@ def test_what_the_scheduler_knows_of_a_peer_ends_with_it(stage):
     for _ in range(12):
         stage.pongs(5) if "tcp://peer:1" in stage.actors.handshake._peers.by_address else stage.run(1.0)
     assert "tcp://peer:1" not in stage.actors.handshake._peers.by_address
-    assert "tcp://peer:1" not in stage.actors.scheduler._producers
+    assert "tcp://peer:1" not in stage.actors.scheduler._producers.ready
 
 
 def test_a_peer_whose_transport_was_started_again_is_asked_for_its_new_keys_and_not_again_and_again(stage):

@@ -11,7 +11,7 @@ from kvd.actors.gateway.admission import Rule
 from kvd.actors.runtime.actor import call
 from kvd.actors.runtime.pools import PeerPool, Pool
 from kvd.actors.scheduler import producers
-from kvd.actors.scheduler.producers import KnownRoutes
+from kvd.actors.scheduler.producers import Producers
 from kvd.actors.scheduler.routes import is_long
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError
 from kvd.net.interface import WorkerFrame
@@ -34,18 +34,18 @@ def stage(monkeypatch):
 
 def routing(stage, monkeypatch):
     stage.works = deque()
-    routes(stage)._background = lambda work, done: stage.works.append((work, done))
+    producers_of(stage)._background = lambda work, done: stage.works.append((work, done))
     monkeypatch.setattr(limits, "MAX_ROUTED_AT_ONCE", 0)
     stage.attach()
     return stage
 
 
-def routes(stage):
-    return stage.actors.scheduler._producers.routes
+def producers_of(stage):
+    return stage.actors.scheduler._producers
 
 
 def is_idle(stage):
-    return not stage.works and not routes(stage)._waiting and routes(stage)._making is None
+    return not stage.works and not producers_of(stage)._waiting and producers_of(stage)._making is None
 
 
 def make_route(stage):
@@ -161,8 +161,10 @@ def test_routes_that_are_dropped_together_are_told_together(stage, monkeypatch):
     for number in (1, 2, 3, 4):
         pull_of(stage, number, f"p{number}")
     stage.peer_says(welcome_of())
-    told, made = [], routes(stage)._made
-    monkeypatch.setattr(routes(stage), "_made", lambda numbers, failure: told.append(numbers) or made(numbers, failure))
+    told, made = [], producers_of(stage)._made
+    monkeypatch.setattr(
+        producers_of(stage), "_made", lambda numbers, failure: told.append(numbers) or made(numbers, failure)
+    )
     call(stage.actors.scheduler.peer_down, "tcp://peer:1", "silent")
     stage.run()
     assert [len(numbers) for numbers in told] == [3]
@@ -186,7 +188,7 @@ def test_a_pull_whose_time_is_over_meanwhile_fails_once_and_the_route_is_kept_fo
     [failed] = stage.notified
     assert (type(failed), failed.code) == (Failed, "deadline")
     make_route(stage)
-    assert len(routes(stage)) == 1
+    assert producers_of(stage).routes == 1
     assert stage.asks(Claim) == []
 
 
@@ -197,7 +199,7 @@ def test_a_pull_whose_producer_is_lost_meanwhile_fails_and_nothing_of_the_route_
     [failed] = stage.notified
     assert (type(failed), failed.code) == (Failed, "peer_lost")
     make_route(stage)
-    assert len(routes(stage)) == 0
+    assert producers_of(stage).routes == 0
     assert is_idle(stage)
 
 
@@ -281,7 +283,7 @@ def test_a_route_that_waits_is_asked_for_again_if_another_producer_of_the_pull_i
     stage.peer_says(welcome_of(), 3)
     stage.peer_says(Grant(claims[1], 7, 2, 5), 1)
     stage.peer_says(welcome("a", epoch=2), 1)
-    assert len(routes(stage)._waiting) == 1
+    assert len(producers_of(stage)._waiting) == 1
     call(stage.actors.scheduler.peer_down, "tcp://b:1", "silent")
     stage.run()
     make_route(stage)
@@ -345,29 +347,29 @@ def of_ranks(*ranks):
 
 def test_routes_have_a_bound_by_their_ranks_and_those_used_last_stay(made, monkeypatch):
     monkeypatch.setattr(limits, "MAX_ROUTED_RANKS", 4)
-    known = KnownRoutes(None, None, None, None)
+    known = Producers(None, None, None, None)
     for ranks in (("a",), ("b",), ("c", "d"), ("a",)):
         assert len(known.find(of_ranks(*ranks))) == len(ranks)
     assert made == [("a",), ("b",), ("c", "d")]
     known.find(of_ranks("e"))
-    assert len(known) == 3
+    assert known.routes == 3
     known.find(of_ranks("a"))
     assert len(made) == 4
     known.find(of_ranks("b"))
     assert made[-1] == ("b",)
     for number in range(100):
         known.find(of_ranks(number, "x", "y"))
-    assert len(known) == 1
+    assert known.routes == 1
     known.find(of_ranks(*range(9)))
-    assert len(known) == 1
+    assert known.routes == 1
 
 
 @pytest.mark.parametrize("rank", ["many", "large"])
 def test_ranks_whose_blocks_take_many_descriptors_or_units_count_as_several(made, monkeypatch, rank):
     monkeypatch.setattr(limits, "MAX_ROUTED_RANKS", 4)
-    known = KnownRoutes(None, None, None, None)
+    known = Producers(None, None, None, None)
     known.find(of_ranks("a"))
     known.find(of_ranks(rank))
-    assert len(known) == 2
+    assert known.routes == 2
     known.find(of_ranks("b"))
-    assert len(known) == 2
+    assert known.routes == 2

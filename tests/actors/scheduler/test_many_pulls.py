@@ -58,7 +58,7 @@ def test_pulls_of_many_blocks_that_waited_for_one_producer_are_claimed_fewer_at_
 
 def test_pulls_that_waited_for_one_route_are_claimed_some_at_a_time(stage, monkeypatch):
     works = []
-    stage.actors.scheduler._producers.routes._background = lambda work, done: works.append((work, done))
+    stage.actors.scheduler._producers._background = lambda work, done: works.append((work, done))
     monkeypatch.setattr(limits, "MAX_ROUTED_AT_ONCE", 0)
     pull_all(stage)
     stage.peer_says(welcome_of())
@@ -103,7 +103,7 @@ def test_pulls_whose_new_route_fails_begin_no_read_before_their_turn_to_fail(sta
     for number in range(PULLS):
         stage.pull(f"p{number}", blocks=(number,), offered=(0, 1), timeout=60.0)
     stage.peer_says(welcome_of())
-    stage.actors.scheduler._producers.routes._background = lambda work, done: works.append((work, done))
+    stage.actors.scheduler._producers._background = lambda work, done: works.append((work, done))
     monkeypatch.setattr(limits, "MAX_ROUTED_AT_ONCE", 0)
     for number in range(1, PULLS + 1):
         stage.peer_says(Grant(number, 7, 2, 5))
