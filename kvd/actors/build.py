@@ -114,7 +114,7 @@ def build_actors(context: ActorContext, dependencies: Dependencies) -> Actors:
             renewed=sessions.renew,
             released=lambda number: call(gateway.connections.process_released, number),
         ),
-        leased=lambda: leases.leased_pools(),  # noqa: PLW0108 - made below
+        leased=lambda: leases.offers.leased_pools(),  # noqa: PLW0108 - made below
     )
     leases = LeasesActor(
         context,
@@ -168,7 +168,7 @@ def build_actors(context: ActorContext, dependencies: Dependencies) -> Actors:
         background=background,
     )
     pools.watch(peer_server)
-    pools.use(leases)
+    pools.use(leases.offers)
     pools.use(scheduler)
     frames = PeerFrames(
         context,

@@ -240,7 +240,7 @@ class Connections(Component):
         self._sessions.remove(session)
         run(self._completion.session_down, session.pool.name)
         run(self._scheduler.worker_left, session.pool.name)
-        run(self._leases.end_growing, session.pool.name)
+        run(self._leases.offers.end_growing, session.pool.name)
 
     def pool_returned(self, number: int) -> None:
         """A detach is complete."""

@@ -50,7 +50,7 @@ class LeasesActor(Actor):
             self, context.settings.tombstone, limits.MAX_TOMBSTONES, self._forget
         )
         remember = self._tombstones.bury
-        self._offers = Offers(
+        self.offers = Offers(
             self,
             context,
             stamps,
@@ -59,7 +59,7 @@ class LeasesActor(Actor):
             remember=remember,
             break_claims=self._break_claims,
         )
-        self.claims = Claims(self, context, self._offers, reply=reply, remember=remember, expect_readers=expect_readers)
+        self.claims = Claims(self, context, self.offers, reply=reply, remember=remember, expect_readers=expect_readers)
 
     def _break_claims(self, lease: Lease, why: str) -> None:
         self.claims.break_all(lease, why)
@@ -68,7 +68,7 @@ class LeasesActor(Actor):
         if isinstance(key, ClaimKey):
             self.claims.forget(key)
         else:
-            self._offers.forget(key)
+            self.offers.forget(key)
 
     def offer(self, pool: Pool, offer: Offer) -> None:
         """Makes a lease and answers with its ticket; answers the claims that came before it.
@@ -76,7 +76,7 @@ class LeasesActor(Actor):
         The blocks of the offer have been checked.
         """
         try:
-            lease = self._offers.put(offer, pool)
+            lease = self.offers.put(offer, pool)
         except KvdError as error:
             self._sessions.refuse(pool.name, offer.call, error)
             return
@@ -104,60 +104,38 @@ class LeasesActor(Actor):
         The blocks have been checked.
         """
         try:
-            lease = self._offers.extend(worker, more)
+            lease = self.offers.extend(worker, more)
         except KvdError as error:
             self._sessions.refuse(worker, more.call, error)
             return
         self._sessions.answer(worker, Extended(more.call))
         self.claims.grown(lease)
 
-    def end_growing(self, worker: str) -> None:
-        """Ends the offers that a worker whose session has ended has not closed; its process may be dead."""
-        self._offers.end_growing(worker)
-
     def withdraw(self, worker: str, cancel: Cancel) -> None:
         """Takes an offer back for its worker; `Released` follows, and no fence holds from here on."""
-        lease = self._offers.find(worker, cancel.request)
+        lease = self.offers.find(worker, cancel.request)
         # One that is over may have been another offer of that name: the worker asks because the answer was lost.
-        if lease is None or self._offers.is_over(lease):
+        if lease is None or self.offers.is_over(lease):
             error = refusal(ErrorCode.UNKNOWN_REQUEST, f"no pull and no offer is called {cancel.request!r}")
             self._sessions.refuse(worker, cancel.call, error, self._completion.upcoming(worker))
             return
-        self._offers.step(lease, Event.REVOKE, "withdrawn")
-
-    # --- its pools ---------------------------------------------------------------------------------------------------
-
-    def pool_up(self, pool: Pool) -> None:
-        """Offers of this pool are accepted from now on."""
-        self._offers.pool_up(pool)
-
-    def pool_down(self, pool: Pool, *, keys_end: bool) -> None:  # noqa: ARG002 - offers end with either
-        """The pool is gone; it was quiet."""
-        self._offers.pool_down(pool)
-
-    def quiesce(self, pool: Pool, _why: str, *, force: bool) -> None:
-        """Withdraws the offers of a pool that nobody reads, waits for (or breaks) those that somebody does."""
-        self._offers.quiesce(pool, force=force)
-
-    def leased_pools(self) -> frozenset[int]:
-        """The ids of the pools of which offers stand."""
-        return frozenset(self._offers.bounds.standing)
+        self.offers.step(lease, Event.REVOKE, "withdrawn")
 
     # --- the daemon's end -------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Takes no new offers and refuses claims that wait; leases end when they are read, unclaimed ones soon."""
         self.later(LAST_CALL_SECONDS, self._last_call)
-        self._offers.drain()
+        self.offers.drain()
         self.claims.refuse_waiting()
 
     def _last_call(self) -> None:
-        self._offers.end_all("shutdown", claimed=False)
+        self.offers.end_all("shutdown", claimed=False)
 
     def stop(self) -> None:
         """Ends every lease; their consumers are told."""
-        self._offers.end_all("shutdown", claimed=True)
+        self.offers.end_all("shutdown", claimed=True)
 
     def report(self) -> LeaseStatus:
         """Its part of a status."""
-        return self._offers.report(claims_held=self.claims.held, claims_waiting=self.claims.waiting)
+        return self.offers.report(claims_held=self.claims.held, claims_waiting=self.claims.waiting)

@@ -12,7 +12,7 @@ from kvd.actors.leases.bounds import Bounds
 from kvd.actors.leases.claim import OfferKey
 from kvd.actors.leases.ended import Returns
 from kvd.actors.leases.lease import Effect, Event, Lease, State
-from kvd.actors.runtime.actor import Actor
+from kvd.actors.runtime.actor import Actor, Component
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
 from kvd.actors.runtime.pools import HeldBlocks, Hold, Pool, Size
@@ -27,7 +27,7 @@ from kvd.protocol.worker import Extend, Offer, Released
 _HOLDS: Final = tuple(machine.HOLD_OF.values())
 
 
-class Offers:
+class Offers(Component):
     """Leases by offer; each follows the table of `lease`.
 
     `quiet(pool)` is called when no offer of a pool stands (any more) that is to be quiesced. `remember(key, owner)` has
@@ -45,7 +45,7 @@ class Offers:
         remember: Callable[[OfferKey, str], None],
         break_claims: Callable[[Lease, str], None],
     ) -> None:
-        self._owner = actor.name
+        self.actor = actor
         self._context = context
         self._stamps = stamps
         self._completion = completion
@@ -179,7 +179,7 @@ class Offers:
             del self._growing[lease.pool.name]
 
     def end_growing(self, worker: str) -> None:
-        """Takes back what a worker has not closed: nobody will."""
+        """Takes back what a worker whose session has ended has not closed; its process may be dead."""
         for lease in self._growing.get(worker, {}).values():
             self._revoking.put((lease, "withdrawn", True))
 
@@ -302,21 +302,25 @@ class Offers:
     # --- pools, drain, status ---------------------------------------------------------------------------------------
 
     def pool_up(self, pool: Pool) -> None:
-        """Takes offers of this pool from now on."""
+        """Offers of this pool are accepted from now on."""
         self._pools[pool.name] = pool
 
-    def pool_down(self, pool: Pool) -> None:
+    def pool_down(self, pool: Pool, *, keys_end: bool) -> None:  # noqa: ARG002 - offers end with either
         """The pool is gone; it was quiet."""
         self._pools.pop(pool.name, None)
         self._quiescing.discard(pool.id)
 
-    def quiesce(self, pool: Pool, *, force: bool) -> None:
+    def quiesce(self, pool: Pool, _why: str, *, force: bool) -> None:
         """Withdraws the offers of a pool that nobody reads, waits for (or breaks) those that somebody does."""
         self._quiescing.add(pool.id)
         for lease in self._leases.values():
             if lease.pool.id == pool.id and lease.state not in machine.TABLE.final:
                 self._revoking.put((lease, "withdrawn", force))
         self._check_quiet(pool)
+
+    def leased_pools(self) -> frozenset[int]:
+        """The ids of the pools of which offers stand."""
+        return frozenset(self.bounds.standing)
 
     def _revoke(self, orders: list[tuple[Lease, str, bool]]) -> None:
         for lease, reason, claimed in orders:
@@ -334,7 +338,7 @@ class Offers:
 
     def _check_idle(self) -> None:
         if self._draining and not self.bounds.standing:
-            self._context.idle(self._owner)
+            self._context.idle(self.actor.name)
 
     def report(self, *, claims_held: int, claims_waiting: int) -> LeaseStatus:
         """The leases' part of a status, with what the claims tell."""

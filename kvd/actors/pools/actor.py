@@ -94,7 +94,7 @@ class PoolsActor(Actor):
     def use(self, user: User) -> None:
         """Tells `user` of pools from now on, and has no pool go to another worker, or end, before `user` says so."""
         self.watch(user)
-        self._users[user.name] = user
+        self._users[user.actor.name] = user
 
     def _step(self, record: PoolRecord, event: Event) -> None:
         """Carries an event out."""

@@ -1,10 +1,11 @@
 """What the pools actor is asked for, and whom it tells what becomes of that."""
 
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
+from kvd.actors.runtime.actor import Actor
 from kvd.actors.runtime.pools import Pool
 from kvd.errors import KvdError
 from kvd.layout import CacheSpec
@@ -78,7 +79,8 @@ class Watcher(Protocol):
 class User(Watcher, Protocol):
     """Reads from pools or writes to them."""
 
-    name: ClassVar[str]
+    actor: Actor
+    """Whose part it is, or itself."""
 
     def quiesce(self, pool: Pool, why: str, *, force: bool) -> None:
         """Takes no new work for a pool, and has `PoolsActor.quiesced` called when none is left.

@@ -256,11 +256,11 @@ def test_blocks_stand_in_the_offer_from_the_moment_they_are_named_until_it_ends(
     assert refused(extend(stage, 4, blocks(1, 1)))[0] == ErrorCode.BLOCKS_BUSY
     extend(stage, 4, blocks(1, 5))
     extend(stage, 6, blocks(2, 5), closes=True)  # twice: it is the worker's own affair
-    assert stage.actors.leases._offers._held.of(Hold.OFFERED).blocks == 3
+    assert stage.actors.leases.offers._held.of(Hold.OFFERED).blocks == 3
     stage.request(Cancel(3, "o"))
-    assert stage.actors.leases._offers._held.of(Hold.OFFERED).blocks == 0
+    assert stage.actors.leases.offers._held.of(Hold.OFFERED).blocks == 0
     assert stage.pull("later", (0, 5)) == []
-    assert not stage.actors.leases._offers.bounds.parts
+    assert not stage.actors.leases.offers.bounds.parts
 
 
 def test_each_span_that_is_named_counts_until_its_offer_has_ended(monkeypatch):
@@ -284,9 +284,9 @@ def test_an_offer_of_very_many_parts_is_given_back_some_at_a_time_even_if_they_a
     for _ in range(9):
         extend(stage, 0, ())
     calls = []
-    give_back = stage.actors.leases._offers._returns._give_back
+    give_back = stage.actors.leases.offers._returns._give_back
     monkeypatch.setattr(
-        stage.actors.leases._offers._returns._parts, "_handle", lambda some: calls.append(len(some)) or give_back(some)
+        stage.actors.leases.offers._returns._parts, "_handle", lambda some: calls.append(len(some)) or give_back(some)
     )
     stage.request(Cancel(3, "o"))
     assert calls == [3, 3, 4]
@@ -310,7 +310,7 @@ def test_a_deadline_that_passed_before_an_extension_and_is_handled_behind_it_end
     stage.run(0.9)
     extend(stage, 2, blocks(0, 0))
     stage.run(0.5)
-    stage.actors.leases._offers._expired([("w", "o")])  # as where many messages wait
+    stage.actors.leases.offers._expired([("w", "o")])  # as where many messages wait
     assert released(stage) == []
 
 
@@ -383,7 +383,7 @@ def test_readers_take_as_many_parts_as_an_offer_can_have(stage):
     stage.run(1.0)  # it may make so many requests at once, and then some a second
     for first, closes in ((0, False), (half, True)):
         assert extend(stage, 2 * (first + half), blocks(first, *[0] * half), closes=closes) == [Extended(7)]
-    parts = len(stage.actors.leases._offers.find("w", "o").content.parts)
+    parts = len(stage.actors.leases.offers.find("w", "o").content.parts)
     assert limits.MAX_PARTS_PER_OFFER + 1 < parts <= limits.MAX_PARTS_TOLD
 
 
@@ -450,7 +450,7 @@ def test_a_claim_that_is_released_before_it_is_judged_holds_nothing(stage, monke
 
 def test_offers_that_many_claim_end_a_few_at_a_time_with_their_workers_session(stage, monkeypatch):
     monkeypatch.setattr(limits, "BATCH_BLOCKS", 4 * limits.BLOCKS_PER_CLAIM)
-    ended = sizes_of(stage.actors.leases._offers._revoking, monkeypatch)
+    ended = sizes_of(stage.actors.leases.offers._revoking, monkeypatch)
     for offer in range(3):
         stage.request(Offer(1, f"o{offer}", 0, (), 30.0, SECRET, grows=True))
         for number in range(2):
@@ -468,7 +468,7 @@ def test_offers_of_many_parts_without_blocks_end_a_few_at_a_time(how, monkeypatc
     monkeypatch.setattr(limits, "BATCH_BLOCKS", 8)
     stage = Stage()
     stage.attach()
-    offers = stage.actors.leases._offers
+    offers = stage.actors.leases.offers
     for offer in range(4):
         stage.request(Offer(1, f"o{offer}", 0, (), 30.0, SECRET, grows=True))
         for _ in range(3):

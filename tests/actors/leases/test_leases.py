@@ -442,7 +442,7 @@ def test_what_has_ended_is_forgotten_after_a_while(stage):
     stage.asked_by_peer(Fence(1, grant.generation))
     stage.run(11.0)
     leases = stage.actors.leases
-    assert not leases._offers._leases
+    assert not leases.offers._leases
     assert not leases.claims._records
     assert not len(leases._tombstones)
 
@@ -716,7 +716,7 @@ def test_an_offer_with_an_open_end_is_read_until_its_time_is_over(stage):
     for number in range(1, 9):
         [grant] = stage.asked_by_peer(claim(number, consumer=f"c{number}"))
         assert fence_held(stage, number, b"peer", grant.generation) == [Held]
-    [lease] = stage.actors.leases._offers._leases.values()
+    [lease] = stage.actors.leases.offers._leases.values()
     assert not lease.finished
     assert released(stage) == []
     stage.run(5.1)
@@ -736,7 +736,7 @@ def test_consumers_that_never_finish_leave_no_more_behind_than_their_bound(stage
 def test_readers_of_made_up_consumers_take_few_bytes_of_an_offer(stage):
     stage.offer()
     readers = limits.MAX_RANKS - 1
-    [lease] = stage.actors.leases._offers._leases.values()
+    [lease] = stage.actors.leases.offers._leases.values()
     for consumer in range(4):
         fences = [
             Fence(number, 0, claim(number, consumer=f"c{consumer}", reader=number % readers, readers=limits.MAX_RANKS))
@@ -766,7 +766,7 @@ def test_consumers_of_all_offers_of_a_worker_leave_no_more_behind_than_their_bou
 
 def turns_of(stage, monkeypatch):
     """When blocks are given back, and when others that came meanwhile get their turn."""
-    turns, pool = [], next(iter(stage.actors.leases._offers._pools.values()))
+    turns, pool = [], next(iter(stage.actors.leases.offers._pools.values()))
     release = pool.blocks.release
 
     def gives_back(spans):
@@ -791,7 +791,7 @@ def test_offers_of_many_blocks_that_end_at_one_moment_leave_others_their_turns(h
     stage.run(1.1) if how == "expire" else stage.session(Detach())
     assert turns == [2, 2, "other", "other"] * 3
     assert sorted(released(stage)) == [(f"o{n}", "expired") for n in range(6)] or how == "detach"
-    assert not stage.actors.leases._offers.bounds.standing
+    assert not stage.actors.leases.offers.bounds.standing
 
 
 def test_one_offer_of_very_many_blocks_ends_at_once_and_is_given_back_in_parts(monkeypatch):

@@ -26,7 +26,7 @@ _LOOKS = 3
 def check_offered(world: World, daemon: Daemon) -> None:
     """No pull that is open may write to blocks that stand in an offer."""
     leases, scheduler = daemon.actors.leases, daemon.actors.scheduler
-    standing = [lease for lease in leases._offers._leases.values() if lease.state not in lease_machine.TABLE.final]
+    standing = [lease for lease in leases.offers._leases.values() if lease.state not in lease_machine.TABLE.final]
     for pull in scheduler._pulls.values():
         written = blocks_of(pull.pool, pull.blocks)
         for lease in standing:
@@ -49,7 +49,7 @@ def is_told(daemons: list[Daemon], reader: str, request: ReadRequest) -> bool:
         return False
     scheduler, leases = here.actors.scheduler, there.actors.leases
     transfer = scheduler.transfers._open[request.read]
-    pool, known = leases._offers._pools.get(transfer.rank.pool), transfer.source.pool
+    pool, known = leases.offers._pools.get(transfer.rank.pool), transfer.source.pool
     return pool is not None and (pool.epoch, pool.base) == (known.epoch, request.remote_base)
 
 

@@ -152,7 +152,7 @@ _PER_WORKER = {
     "pools._bounds._records",
     "pools.memory._by_id",
     "PeerServer._pools",
-    "leases._offers._pools",
+    "leases.offers._pools",
     "scheduler._targets._pools",
     "completion._logs",
 }

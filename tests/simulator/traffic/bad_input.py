@@ -151,7 +151,7 @@ class BadInput:
         if daemon is None:
             return
         leases, scheduler = daemon.actors.leases, daemon.actors.scheduler
-        standing = [lease for lease in leases._offers._leases.values() if lease.state not in lease_machine.TABLE.final]
+        standing = [lease for lease in leases.offers._leases.values() if lease.state not in lease_machine.TABLE.final]
         pulls = [(pull.pool.name, wire.Pull, pull.blocks) for pull in scheduler._pulls.values()]
         used = [(lease.pool.name, wire.Offer, lease.content.blocks) for lease in standing] + pulls
         used = [each for each in used if any(span.ids for span in each[2])]

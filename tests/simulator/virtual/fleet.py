@@ -242,7 +242,7 @@ class Daemon:
     def standing_offers(self, *, claimed: bool = True) -> list[OfferKey]:
         """Offers that have not ended, those that are `claimed` included."""
         leases = self.actors.leases
-        standing = [each for each in leases._offers._leases.values() if each.state not in lease_machine.TABLE.final]
+        standing = [each for each in leases.offers._leases.values() if each.state not in lease_machine.TABLE.final]
         return [lease.key for lease in standing if claimed or not lease.claims]
 
     def _stopped(self, left: str) -> None:
@@ -254,7 +254,7 @@ class Daemon:
     def stamps_are_free(self) -> bool:
         """Whether every stamp word is free."""
         leases = self.actors.leases
-        return len(leases._offers._stamps._free) == len(self._stamps.words)
+        return len(leases.offers._stamps._free) == len(self._stamps.words)
 
     def pause(self) -> None:
         self.world.note(self.name, "pauses")
