@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from kvd.actors.handshake import peer_table as machine
-from kvd.actors.handshake.peer_table import Event, State
+from kvd.actors.handshake.peer_table import LOADED, READY, Event, State
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.pools import PeerPool, PeerView
 from kvd.protocol.peer import Ping, Pong, Welcome
@@ -28,9 +28,6 @@ _LONGEST_PAUSE = 32
 
 _REFRESHES = 4
 """In one heartbeat: pools come seldom, and what a hostile peer answers may have us ask again each time."""
-
-_READY = frozenset({State.READY, State.REFRESHING})
-_LOADED = _READY | {State.LOADING}
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +90,7 @@ class Peer:
     @property
     def agent(self) -> str:
         """The name of its transport agent; empty if the transport does not know it."""
-        return self.welcome.agent if self.welcome is not None and self.state in _LOADED else ""
+        return self.welcome.agent if self.welcome is not None and self.state in LOADED else ""
 
     def hears(self, now: float) -> None:
         """It says something."""
@@ -140,7 +137,7 @@ class Peer:
         self.awaited = None
         if pong.incarnation != self.welcome.incarnation:
             return Event.RESTARTED
-        far = self.state in _READY and self.reached is not None and not self.reached.same_host
+        far = self.state in READY and self.reached is not None and not self.reached.same_host
         if not far or pong.starts <= self.starts or now < self.renewed_from:
             return None
         self.renewed_from = now + heartbeat * _LONGEST_PAUSE
@@ -152,7 +149,7 @@ class Peer:
         One that was ready is greeted at once, unless that was done less than a heartbeat ago.
         """
         self._unreached(now)
-        at_once = self.state in _READY and now - self.greeted_from >= heartbeat
+        at_once = self.state in READY and now - self.greeted_from >= heartbeat
         self.greeted_from = now if at_once else now + heartbeat * min(1 << self.failures, _LONGEST_PAUSE)
         self.lost_run, self.believed_from = _run_of(self.welcome) if at_once else None, now + heartbeat
         self.failures += 1
@@ -230,7 +227,7 @@ class Peer:
     def _count_path(self, context: ActorContext) -> None:
         """Moves it in the metrics to the path by which it can be read from now, if it can."""
         metrics = context.metrics
-        kind, slow = (kind_of(self.path), bool(self.slow)) if self.state in _READY else (None, False)
+        kind, slow = (kind_of(self.path), bool(self.slow)) if self.state in READY else (None, False)
         for counted, change in ((self.counted, -1), (kind, +1)):
             if counted is not None:
                 metrics.peer_paths.labels(counted).inc(change)

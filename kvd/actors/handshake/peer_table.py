@@ -62,6 +62,11 @@ class Effect(StrEnum):
 
 _S, _E, _F = State, Event, Effect
 
+READY = (_S.READY, _S.REFRESHING)
+"""It can be read from."""
+LOADED = (_S.LOADING, *READY)
+"""The transport has its metadata, or is about to."""
+
 TABLE: Table[State, Event, Effect] = Table(
     "peer",
     initial=_S.GREETING,
@@ -75,19 +80,12 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.GREETING, _E.CLOSE): Step(_S.CLOSED, (_F.HANG_UP,)),
         (_S.LOADING, _E.LOADED): Step(_S.READY, (_F.ANNOUNCE,)),
         (_S.LOADING, _E.UNREACHABLE): Step(_S.GREETING, (_F.LOSE,)),
-        (_S.LOADING, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE)),
-        (_S.LOADING, _E.RESTARTED): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
-        (_S.LOADING, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.HANG_UP)),
         (_S.READY, _E.REFRESH): Step(_S.REFRESHING, (_F.GREET,)),
-        (_S.READY, _E.UNREACHABLE): Step(_S.GREETING, (_F.LOSE, _F.GREET)),
-        (_S.READY, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE)),
-        (_S.READY, _E.RESTARTED): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
-        (_S.READY, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.HANG_UP)),
         (_S.REFRESHING, _E.WELCOME): Step(_S.LOADING, (_F.LOAD,)),
-        (_S.REFRESHING, _E.UNREACHABLE): Step(_S.GREETING, (_F.LOSE, _F.GREET)),
-        (_S.REFRESHING, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE)),
-        (_S.REFRESHING, _E.RESTARTED): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)),
-        (_S.REFRESHING, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.HANG_UP)),
+        **{(state, _E.UNREACHABLE): Step(_S.GREETING, (_F.LOSE, _F.GREET)) for state in READY},
+        **{(state, _E.SILENT): Step(_S.GREETING, (_F.FORGET, _F.LOSE)) for state in LOADED},
+        **{(state, _E.RESTARTED): Step(_S.GREETING, (_F.FORGET, _F.LOSE, _F.GREET)) for state in LOADED},
+        **{(state, _E.CLOSE): Step(_S.CLOSED, (_F.FORGET, _F.HANG_UP)) for state in LOADED},
     },
     ignored={
         _S.GREETING: frozenset({_E.LOADED, _E.UNREACHABLE, _E.REFRESH}),

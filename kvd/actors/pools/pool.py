@@ -121,6 +121,8 @@ class Effect(StrEnum):
 _S, _E, _F = State, Event, Effect
 UNUSED = frozenset({_S.KEPT, _S.FORSAKEN})
 """Nobody has it or waits for it."""
+_REGISTERED = (_S.LENT, _S.KEPT, _S.AWAITED, _S.QUIESCING, _S.FORSAKEN)
+"""A peer may have its keys, and they stay as they are."""
 _SHOWN = {_S.AWAITED: _S.KEPT, _S.FORSAKEN: _S.QUIESCING}
 """What people are told of a state, where that is not its name."""
 
@@ -136,29 +138,25 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.MAKING, _E.FREED): Step(_S.GONE, (_F.FORGET,)),
         (_S.LENT, _E.LEFT): Step(_S.KEPT, (_F.LINGER,)),
         (_S.LENT, _E.DETACH): Step(_S.QUIESCING, (_F.QUIESCE,)),
-        (_S.LENT, _E.RENEW): Step(_S.RENEWING, (_F.BREAK,)),
         (_S.KEPT, _E.LEND): Step(_S.LENT, (_F.LEND,)),
         (_S.KEPT, _E.AWAIT): Step(_S.AWAITED, (_F.AWAIT,)),
         (_S.KEPT, _E.CLEAR): Step(_S.QUIESCING, (_F.QUIESCE,)),
         (_S.KEPT, _E.PROCESS_ENDED): Step(_S.KEPT, (_F.LINGER,)),
         (_S.KEPT, _E.TIME): Step(_S.KEPT, (_F.LOOK_AGAIN,)),
-        (_S.KEPT, _E.RENEW): Step(_S.RENEWING, (_F.BREAK,)),
         (_S.AWAITED, _E.UNAWAITED): Step(_S.KEPT, (_F.LINGER,)),
         (_S.AWAITED, _E.PROCESS_ENDED): Step(_S.QUIESCING, (_F.QUIESCE,)),
         (_S.AWAITED, _E.TIME): Step(_S.AWAITED, (_F.REFUSE,)),
-        (_S.AWAITED, _E.RENEW): Step(_S.RENEWING, (_F.BREAK,)),
         (_S.QUIESCING, _E.LEND): Step(_S.LENT, (_F.LEND,)),
         (_S.QUIESCING, _E.UNAWAITED): Step(_S.FORSAKEN, (_F.LINGER,)),
         (_S.QUIESCING, _E.TIME): Step(_S.QUIESCING, (_F.HURRY,)),
-        (_S.QUIESCING, _E.RENEW): Step(_S.RENEWING, (_F.BREAK,)),
         (_S.QUIESCING, _E.QUIET): Step(_S.QUIESCING, (_F.OPEN,)),
         (_S.QUIESCING, _E.SPENT): Step(_S.ENDING, (_F.DEREGISTER,)),
         (_S.FORSAKEN, _E.UNWANTED): Step(_S.KEPT, (_F.LINGER,)),
         (_S.FORSAKEN, _E.CLEAR): Step(_S.QUIESCING, (_F.QUIESCE,)),
         (_S.FORSAKEN, _E.PROCESS_ENDED): Step(_S.FORSAKEN, (_F.LINGER,)),
         (_S.FORSAKEN, _E.TIME): Step(_S.FORSAKEN, (_F.LOOK_AGAIN,)),
-        (_S.FORSAKEN, _E.RENEW): Step(_S.RENEWING, (_F.BREAK,)),
         (_S.FORSAKEN, _E.QUIET): Step(_S.FORSAKEN, (_F.OPEN,)),
+        **{(state, _E.RENEW): Step(_S.RENEWING, (_F.BREAK,)) for state in _REGISTERED},
         (_S.RENEWING, _E.LEND): Step(_S.LENT, (_F.LEND,)),
         (_S.RENEWING, _E.RENEWED): Step(_S.LENT, (_F.TELL_RENEWED,)),
         (_S.RENEWING, _E.UNWANTED): Step(_S.KEPT, (_F.LINGER,)),

@@ -135,6 +135,10 @@ TELLING = frozenset({_S.SETTLING, _S.LEAVING})
 """The producer is told that its reader has finished."""
 PROVEN = frozenset({_S.SETTLING, _S.DONE})
 """All its bytes are here and proven."""
+_ASKING = (_S.CLAIMING, _S.HOLDING, _S.FOLLOWING, _S.PLANNING, _S.FENCING)
+"""It has a claim, or asks for one, and no read is open."""
+_READ_ENDS = (_E.PART, _E.LANDED, _E.STAMPED, _E.UNPROVEN, _E.BROKE)
+"""Its read has ended, however that was."""
 
 TABLE: Table[State, Event, Effect] = Table(
     "transfer",
@@ -149,18 +153,12 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.CLAIMING, _E.UNPLANNED): Step(_S.PLANNING),
         (_S.CLAIMING, _E.HOLD): Step(_S.HOLDING),
         (_S.CLAIMING, _E.GROWS): Step(_S.FOLLOWING, (_F.FOLLOW,)),
-        (_S.CLAIMING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
-        (_S.CLAIMING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.CLAIMING, _E.LEFT): Step(_S.LEAVING, (_F.SETTLE,)),
         (_S.FOLLOWING, _E.GREW): Step(_S.READING, (_F.READ,)),
         (_S.FOLLOWING, _E.UNPLANNED): Step(_S.PLANNING),
-        (_S.FOLLOWING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
-        (_S.FOLLOWING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.PLANNING, _E.PLANNED): Step(_S.READING, (_F.READ,)),
-        (_S.PLANNING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
-        (_S.PLANNING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
-        (_S.HOLDING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
-        (_S.HOLDING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
+        **{(state, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)) for state in _ASKING},
+        **{(state, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)) for state in _ASKING},
         (_S.READING, _E.PART): Step(_S.FOLLOWING, (_F.FOLLOW,)),
         (_S.READING, _E.NEXT): Step(_S.PLANNING),
         (_S.READING, _E.LANDED): Step(_S.FENCING, (_F.FENCE,)),
@@ -171,17 +169,11 @@ TABLE: Table[State, Event, Effect] = Table(
         (_S.READING, _E.REFUSED): Step(_S.DRAINING, (_F.ABORT, _F.FAIL)),
         (_S.READING, _E.STOP): Step(_S.DRAINING, (_F.ABORT,)),
         (_S.FENCING, _E.PROVEN): Step(_S.DONE, (_F.CONTRIBUTE,)),
-        (_S.FENCING, _E.REFUSED): Step(_S.ENDED, (_F.FAIL,)),
-        (_S.FENCING, _E.STOP): Step(_S.ENDED, (_F.RELEASE,)),
         (_S.FENCING, _E.LEFT): Step(_S.LEAVING, (_F.SETTLE,)),
         (_S.SETTLING, _E.PROVEN): Step(_S.DONE),
         # The lease may have ended meanwhile, which does not concern the reader any more.
         (_S.SETTLING, _E.REFUSED): Step(_S.DONE),
-        (_S.DRAINING, _E.STAMPED): Step(_S.ENDED, (_F.RELEASE,)),
-        (_S.DRAINING, _E.PART): Step(_S.ENDED, (_F.RELEASE,)),
-        (_S.DRAINING, _E.LANDED): Step(_S.ENDED, (_F.RELEASE,)),
-        (_S.DRAINING, _E.UNPROVEN): Step(_S.ENDED, (_F.RELEASE,)),
-        (_S.DRAINING, _E.BROKE): Step(_S.ENDED, (_F.RELEASE,)),
+        **{(_S.DRAINING, end): Step(_S.ENDED, (_F.RELEASE,)) for end in _READ_ENDS},
         (_S.DRAINING, _E.LEFT): Step(_S.LEAVING, (_F.SETTLE,)),
         (_S.LEAVING, _E.PROVEN): Step(_S.ENDED),
         (_S.LEAVING, _E.REFUSED): Step(_S.ENDED),
