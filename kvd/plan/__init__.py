@@ -1,24 +1,19 @@
 """From two layouts and lists of blocks to descriptors: compatibility, routing and planning. Pure; needs numpy."""
 
 from kvd.plan.align import KEYS, VALUES, align
-from kvd.plan.arrays import Descriptors, Ids, check_ids
+from kvd.plan.arrays import Descriptors, check_ids
 from kvd.plan.compat import check_compatible
 from kvd.plan.planner import Planner
-from kvd.plan.route import Part, Route, Share, route
+from kvd.plan.route import route
 from kvd.plan.template import check_runs, check_units
-from kvd.plan.units import WHOLE, Section, Span
+from kvd.plan.units import Section, Span
 
 __all__ = [
     "KEYS",
     "VALUES",
-    "WHOLE",
     "Descriptors",
-    "Ids",
-    "Part",
     "Planner",
-    "Route",
     "Section",
-    "Share",
     "Span",
     "align",
     "check_compatible",

@@ -8,10 +8,9 @@ from kvd import limits
 from kvd.actors.completion.actor import CompletionActor
 from kvd.actors.leases import content as growth
 from kvd.actors.leases import lease as machine
-from kvd.actors.leases.bounds import Bounds
 from kvd.actors.leases.claim import OfferKey
 from kvd.actors.leases.ended import Returns
-from kvd.actors.leases.lease import Effect, Event, Lease, State
+from kvd.actors.leases.lease import Bounds, Effect, Event, Lease, State
 from kvd.actors.runtime.actor import Actor, Component
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.deferred import Batch, Deadlines
