@@ -37,10 +37,13 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gid: _Id | None = None
     max_bytes: Annotated[int, Meta(gt=0)] | None = None
 
+    def is_about(self, uid: int, gid: int) -> bool:
+        """Whether it lets this user attach under some name."""
+        return self.uid in (None, uid) and self.gid in (None, gid)
+
     def covers(self, uid: int, gid: int, pool: str) -> bool:
         """Whether it lets this user attach to this pool."""
-        of_user = self.uid in (None, uid) and self.gid in (None, gid)
-        return of_user and any(fnmatch.fnmatchcase(pool, pattern) for pattern in self.pools)
+        return self.is_about(uid, gid) and any(fnmatch.fnmatchcase(pool, pattern) for pattern in self.pools)
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,9 +63,7 @@ class Policy:
 
     def may_attach(self, uid: int, gid: int) -> bool:
         """Whether this user may attach under some name."""
-        return self.is_privileged(uid) or any(
-            rule.uid in (None, uid) and rule.gid in (None, gid) for rule in self.rules
-        )
+        return self.is_privileged(uid) or any(rule.is_about(uid, gid) for rule in self.rules)
 
     def permit(self, uid: int, gid: int, pool: str) -> int | None:
         """The bytes that all pools of this user may have together, None if unbounded.

@@ -86,9 +86,6 @@ class Connections(Component):
         )
         """Those that have no pool and wait for none."""
 
-    def __len__(self) -> int:
-        return len(self._by_number)
-
     def opened(self, event: SessionOpened) -> None:
         """A process connected; the kernel says which user it is."""
         try:

@@ -103,7 +103,7 @@ class Dispatcher:
 
     def __init__(self, loop: Loop, supervisor: Supervisor) -> None:
         self.loop = loop
-        self._supervisor = supervisor
+        self.supervisor = supervisor
         self._queue: deque[tuple[Actor, Callable[..., None], tuple[Any, ...]]] = deque()
         self._called = False
         self._held: dict[Callable[[], None], None] = {}
@@ -165,11 +165,7 @@ class Dispatcher:
             try:
                 method(*arguments)
             except Exception as error:  # noqa: BLE001 - the supervisor decides; nothing is swallowed
-                self.failed(actor, method, error)
-
-    def failed(self, actor: "Actor", method: Callable[..., None], error: Exception) -> None:
-        """Tells the supervisor of a call that raised."""
-        self._supervisor.failed(actor, name_of(method), error)
+                actor.has_failed(method, error)
 
 
 def name_of(method: Callable[..., None]) -> str:
@@ -203,8 +199,8 @@ class Actor(Component):
         self._dispatcher.put(self, partial(method, **named) if named else method, arguments)
 
     def has_failed(self, method: Callable[..., None], error: Exception) -> None:
-        """A call of this actor raised."""
-        self._dispatcher.failed(self, method, error)
+        """Tells the supervisor of a call that raised."""
+        self._dispatcher.supervisor.failed(self, name_of(method), error)
 
     def later(self, delay: float, method: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> Timer:
         """Like `call`, in `delay` seconds."""

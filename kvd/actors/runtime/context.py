@@ -8,9 +8,6 @@ from kvd.actors.runtime.settings import Settings
 from kvd.actors.runtime.spans import Spans
 from kvd.metrics import Metrics
 
-SetCondition = Callable[[str, str | None], None]
-SetNote = Callable[[str, str | None, float], None]
-
 
 @dataclass(slots=True, kw_only=True)
 class ActorContext:
@@ -20,11 +17,11 @@ class ActorContext:
     settings: Settings
     metrics: Metrics
     supervisor: Supervisor
-    condition: SetCondition
+    condition: Callable[[str, str | None], None]
     """Says why the daemon is not ready (or, with None, that this reason is gone)."""
     idle: Callable[[str], None]
     """Called with the name of an actor that was told to drain, once it has nothing left to do."""
-    note: SetNote = lambda _name, _text, _seconds: None
+    note: Callable[[str, str | None, float], None] = lambda _name, _text, _seconds: None
     """Says what is wrong, and for how many seconds already, with one peer while the daemon serves others (or, with
     None, that it is well again)."""
     spans: Spans | None = None

@@ -26,8 +26,6 @@ from kvd.plan import Descriptors
 from kvd.protocol.peer import Broken, Grant, Grown, Held, LeaseAnswer, Refuse, Settled
 from kvd.transport.interface import Landed, ReadFailed, ReadRequest, Transport
 
-StepPull = Callable[[Pull, PullEvent, KvdError | None], None]
-
 
 class Transfers(Component):
     """See the module's text. `step_pull` takes events of pulls; it runs no effects.
@@ -46,7 +44,7 @@ class Transfers(Component):
         handshake: HandshakeActor,
         channel: PeerChannel,
         background: Background,
-        step_pull: StepPull,
+        step_pull: Callable[[Pull, PullEvent, KvdError | None], None],
         grow: Callable[[Pull, int], None],
     ) -> None:
         self.actor = scheduler

@@ -243,7 +243,7 @@ def test_other_users_can_take_neither_each_others_places_nor_the_last_ones():
         lone.connect(STRANGER + 1 + number % 8)
     assert isinstance(lone.attach(lone.connect(), "own"), Attached)
     assert isinstance(lone.attach(lone.connect(0), "root"), Attached)
-    assert len(lone.daemon.actors.gateway.connections) == limits.MAX_STRANGERS + 2
+    assert len(lone.daemon.actors.gateway.connections._by_number) == limits.MAX_STRANGERS + 2
 
 
 def test_sessions_without_a_pool_share_their_users_statuses():

@@ -101,8 +101,9 @@ def _check_nothing_left(world: World, daemon: Daemon, workers: list[Worker]) -> 
     gateway = actors.gateway
     if told := {pool for _, pool in actors.peer_server._told} - {worker.name for worker in workers}:
         world.violate(Promise.SOUND, f"{daemon.name} remembers who was told of {told}, which are gone")
-    if (sessions := gateway._admission._sessions.total()) != len(gateway.connections):
-        world.violate(Promise.SOUND, f"{daemon.name} counts {sessions} sessions of {len(gateway.connections)}")
+    connections = gateway.connections._by_number
+    if (sessions := gateway._admission._sessions.total()) != len(connections):
+        world.violate(Promise.SOUND, f"{daemon.name} counts {sessions} sessions of {len(connections)}")
     if not daemon.stamps_are_free():
         world.violate(Promise.SOUND, f"{daemon.name}: stamps of leases that have ended are not free")
     _check_blocks(world, daemon)
