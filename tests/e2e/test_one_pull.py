@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.fleet import Fleet, send, until
 
-FILES, TYPES = 34, 67
+FILES, TYPES = 34, 65
 WALKED = Path(__file__).with_name("walked.py")
 
 
