@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -31,18 +31,31 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     attach_timeout: _Timeout = 60.0
     """How long a starting engine waits for its daemon."""
 
+    def filled(self, **numbers: int) -> Self:
+        """These settings with each number in place of its name in braces, in `socket` and `worker`."""
+        socket, worker = self.socket, self.worker
+        for name, number in numbers.items():
+            socket, worker = (text.replace(f"{{{name}}}", str(number)) for text in (socket, worker))
+        return msgspec.structs.replace(self, socket=socket, worker=worker)
+
 
 _Settings = TypeVar("_Settings", bound=EngineSettings)
 
 
-def checked(where: str, read: Callable[[], _Settings]) -> _Settings:
-    """What `read` makes of the settings given at `where`.
+def checked(where: str, read: Callable[[], _Settings], ranks: int, places: str) -> _Settings:
+    """What `read` makes of the settings given at `where` to an engine of so many `ranks`.
+
+    `places` says for people where the number of a rank can be written.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, a setting is unknown or out of bounds, or they cannot be read.
+        BadRequest: `BAD_CONFIG`, a setting is unknown or out of bounds, they cannot be read, or ranks share a pool.
 
     """
     try:
-        return read()
+        settings = read()
     except msgspec.DecodeError as error:  # of which `ValidationError` is one
         raise refusal(ErrorCode.BAD_CONFIG, f"{where}: {error}") from error
+    if ranks > 1 and "{rank}" not in settings.socket and "{rank}" not in settings.worker:
+        text = f"{ranks} ranks need a pool each: write {{rank}} into {places} of {where}"
+        raise refusal(ErrorCode.BAD_CONFIG, text)
+    return settings

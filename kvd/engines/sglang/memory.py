@@ -4,6 +4,7 @@ SGLang makes its cache by one `torch.zeros` a layer. The hooks here attach to th
 answer them all with parts of the pool.
 """
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.runtime_context import get_disagg, get_parallel
 from torch.overrides import TorchFunctionMode
 
+from kvd.engines import identity
 from kvd.engines.identity import KV, LATENT
-from kvd.engines.sglang.identity import identity
 from kvd.engines.sglang.settings import Settings, read_settings
 from kvd.engines.sglang.spec import Cache, cache_spec
 from kvd.engines.sglang.transfers import Transfers
@@ -140,13 +141,27 @@ def _cache_of(kv_pool: Any, configurator: Any, settings: Settings) -> Cache:
         dtype=str(kv_pool.dtype).removeprefix("torch."),
         record_bytes=_record_bytes(configurator.server_args),
         shard=Shard(stages=((0, layers.stop),), tp_rank=parallel.attn_tp_rank, tp_size=parallel.attn_tp_size),
-        identity=identity(
-            config,
-            configurator.server_args.json_model_override_args,
-            settings.model,
-            sglang.__version__,
-        ),
+        identity=_identity(config, configurator.server_args.json_model_override_args, settings.model),
     )
+
+
+def _identity(model_config: Any, overrides: str, model: str) -> tuple[tuple[str, str], ...]:
+    """What of SGLang's configuration changes the bytes of a token's cache, as `CacheSpec` has it.
+
+    `overrides` are those of the model's configuration, as JSON; `model` is what peers know it by.
+    """
+    rope = identity.rope(model_config.hf_text_config.to_dict())
+    fields = identity.identity(
+        model=model or model_config.model_path,
+        revision=model_config.revision,
+        dtype=model_config.dtype,
+        quantization=str(model_config.quantization or "none"),
+        rope=f"{rope} up to {model_config.context_len} tokens" if "longrope" in rope else rope,
+        overrides=identity.overrides(json.loads(overrides or "{}")),
+        engine="SGLang",
+        version=sglang.__version__,
+    )
+    return identity.told(fields)
 
 
 def _record_bytes(server_args: Any) -> int:

@@ -6,7 +6,6 @@ from typing import Final
 import msgspec
 
 from kvd.engines.settings import EngineSettings, checked
-from kvd.errors import ErrorCode, refusal
 
 VARIABLE: Final = "KVD_SGLANG"
 
@@ -21,15 +20,9 @@ def read_settings(environment: Mapping[str, str], rank: int, ranks: int) -> Sett
     """The settings in `environment` of a rank of an engine of so many `ranks`.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, a setting is unknown or out of bounds, or the variable is not JSON.
+        BadRequest: `BAD_CONFIG`, a setting is unknown or out of bounds, it is not JSON, or ranks share a pool.
 
     """
-    settings = checked(VARIABLE, lambda: msgspec.json.decode(environment.get(VARIABLE) or "{}", type=Settings))
-    if ranks > 1 and "{rank}" not in settings.socket + settings.worker:
-        text = f"{ranks} ranks need a pool each: write {{rank}} into KVD_SOCKET, or into worker of {VARIABLE}"
-        raise refusal(ErrorCode.BAD_CONFIG, text)
-    return msgspec.structs.replace(
-        settings,
-        socket=settings.socket.replace("{rank}", str(rank)),
-        worker=settings.worker.replace("{rank}", str(rank)),
-    )
+    text = environment.get(VARIABLE) or "{}"
+    places = "KVD_SOCKET, or into worker"
+    return checked(VARIABLE, lambda: msgspec.json.decode(text, type=Settings), ranks, places).filled(rank=rank)

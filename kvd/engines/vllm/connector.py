@@ -49,7 +49,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ranks, parallel = ranks_of(vllm_config), vllm_config.parallel_config
         self._rank = rank_of(vllm_config)
         settings = read_settings(self._kv_transfer_config.kv_connector_extra_config, ranks)
-        self._settings = settings.for_rank(self._rank, parallel.data_parallel_index)
+        self._settings = settings.filled(rank=self._rank, dp_rank=parallel.data_parallel_index)
         self._scheduler: Any = None
         self._worker: Any = None
         self._allocation: PoolAllocation | None = None

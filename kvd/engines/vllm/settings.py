@@ -8,7 +8,6 @@ from msgspec import Meta
 
 from kvd.engines.settings import EngineSettings, Ttl, checked
 from kvd.engines.vllm.turns.scheduler import TurnPolicy
-from kvd.errors import ErrorCode, refusal
 
 _Share = Annotated[float, Meta(ge=0, lt=1)]
 
@@ -32,24 +31,13 @@ class Settings(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=
     every_turn: bool = _TURNS.every
     """Whether it keeps every answer and says so in it, for routers that do not ask for that (`kvd_turn`)."""
 
-    def for_rank(self, rank: int, dp_rank: int) -> "Settings":
-        """These settings with the numbers filled in."""
-        return msgspec.structs.replace(
-            self,
-            socket=self.socket.replace("{rank}", str(rank)).replace("{dp_rank}", str(dp_rank)),
-            worker=self.worker.replace("{rank}", str(rank)).replace("{dp_rank}", str(dp_rank)),
-        )
-
 
 def read_settings(extra: Mapping[str, Any], ranks: int) -> Settings:
     """The settings of an engine of `ranks` ranks.
 
     Raises:
-        BadRequest: `BAD_CONFIG`, a setting is unknown or out of bounds.
+        BadRequest: `BAD_CONFIG`, a setting is unknown or out of bounds, or ranks share a pool.
 
     """
-    settings = checked("kv_connector_extra_config", lambda: msgspec.convert(dict(extra), Settings))
-    if ranks > 1 and "{rank}" not in settings.socket and "{rank}" not in settings.worker:
-        text = f"{ranks} ranks need a pool each: write {{rank}} into socket or worker of kv_connector_extra_config"
-        raise refusal(ErrorCode.BAD_CONFIG, text)
-    return settings
+    where, places = "kv_connector_extra_config", "socket or worker"
+    return checked(where, lambda: msgspec.convert(dict(extra), Settings), ranks, places)

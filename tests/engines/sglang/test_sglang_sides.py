@@ -110,7 +110,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     modules[f"{srt}.environ"].envs = MagicMock()
     modules[f"{srt}.environ"].envs.SGLANG_DISAGG_STAGING_BUFFER.get.return_value = False
     modules[f"{srt}.utils.network"].NetworkAddress = MagicMock()
-    ours = [f"kvd.engines.sglang.{name}" for name in ("bootstrap", "identity", "memory", "manager", "sides")]
+    ours = [f"kvd.engines.sglang.{name}" for name in ("bootstrap", "memory", "manager", "sides")]
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
     modules |= {name.rpartition(".")[2]: importlib.import_module(name) for name in ours}

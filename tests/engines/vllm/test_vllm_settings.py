@@ -6,7 +6,7 @@ from kvd.errors import BadRequest
 
 
 def test_the_rank_is_put_into_socket_and_name() -> None:
-    settings = read_settings({"socket": "/run/kvd-{dp_rank}-{rank}.sock"}, 2).for_rank(1, 3)
+    settings = read_settings({"socket": "/run/kvd-{dp_rank}-{rank}.sock"}, 2).filled(rank=1, dp_rank=3)
     assert (settings.socket, settings.worker) == ("/run/kvd-3-1.sock", "vllm-3-1")
 
 
@@ -16,7 +16,7 @@ def test_the_socket_is_the_one_given_else_the_environments_else_the_daemons_defa
     monkeypatch.delenv("KVD_SOCKET", raising=False)
     assert read_settings({}, 1).socket == str(Config.model_fields["socket"].default)
     monkeypatch.setenv("KVD_SOCKET", "/env-{rank}.sock")
-    assert read_settings({}, 2).for_rank(1, 0).socket == "/env-1.sock"
+    assert read_settings({}, 2).filled(rank=1, dp_rank=0).socket == "/env-1.sock"
     assert read_settings({"socket": "/given.sock"}, 1).socket == "/given.sock"
 
 
