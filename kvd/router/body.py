@@ -21,7 +21,6 @@ _PREFILL: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 """What vLLM's P/D connectors are told."""
 
 _NOTHING: Final = msgspec.Raw(b"")
-_ONE: Final = msgspec.Raw(b"1")
 _PROMPT_FIELDS: Final = ("prompt", "prompt_embeds")
 """vLLM computes what both have."""
 _TRUE: Final = {b"true", b"1", b"1.0", b"yes", b"on", b"t", b"y"}
@@ -99,22 +98,22 @@ class Body:
         params = left | _PREFILL
         params |= {"kvd_consumers": self.choices} if self.choices > 1 else {}
         params |= {"kvd_offer": offer} if offer else {}
-        more = {"n": _ONE} if "n" in self.fields else {}
-        more |= {"stream": _raw(False), "kv_transfer_params": _raw(params)}
+        more: dict[str, Any] = {"n": 1} if "n" in self.fields else {}
+        more |= {"stream": False, "kv_transfer_params": params}
         if with_token:
             more |= {name: self.fields[name] for name in _FIRST_LOGPROBS if name in self.fields}
-            more |= dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), _raw(True))
+            more |= dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), True)
         return self._for_one_token(more)
 
     def for_room(self, server: Place, room: int) -> bytes:
         """The same for one token, for a prefill server of SGLang's, which tells the decode server of its token."""
-        more = {name: self.fields[name] for name in _FIRST_LOGPROBS if name in self.fields}
-        return self._for_one_token(more | {"stream": _raw(False)} | _raws(room_fields(server, room)))
+        more: dict[str, Any] = {name: self.fields[name] for name in _FIRST_LOGPROBS if name in self.fields}
+        return self._for_one_token(more | {"stream": False} | room_fields(server, room))
 
     def for_turn(self, turn: str) -> bytes:
         """A request for a completion of one token, whose answer has the parameters of what is kept of `turn`."""
-        fields: Fields = {"model": self.fields["model"]} if "model" in self.fields else {}
-        asked = {"prompt": _raw([0]), "max_tokens": _ONE, "kv_transfer_params": _raw({"kvd_turn": turn})}
+        fields: dict[str, Any] = {"model": self.fields["model"]} if "model" in self.fields else {}
+        asked = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"kvd_turn": turn}}
         return msgspec.json.encode(fields | asked)
 
     def for_decode(
@@ -125,13 +124,15 @@ class Body:
         `turn` names what a vLLM is to keep for the conversation's next turn.
         """
         if turn and prefilled is not None:
-            prefilled = Prefilled(_raw(decode(prefilled.params, Fields) | {"kvd_turn": turn}), prefilled.first)
-        return msgspec.json.encode(self.fields | _handed(prefilled, engine, room))
+            params = msgspec.json.encode({**decode(prefilled.params, Fields), "kvd_turn": turn})
+            prefilled = Prefilled(msgspec.Raw(params), prefilled.first)
+        handed = {} if prefilled is None else handed_fields(prefilled, engine, room)
+        return msgspec.json.encode(self.fields | handed)
 
     def for_release(self, prefilled: Prefilled, engine: Engine = Engine.VLLM, room: int = 1) -> bytes:
         """A request whose end lets a prefill server's offer go; it streams, so that its begin can be seen."""
-        more = {"temperature": _ONE} if self.choices > 1 else {}  # greedy, there is one completion only
-        return self._for_one_token(more | {"stream": _raw(True)} | _handed(prefilled, engine, room))
+        more = {"temperature": 1} if self.choices > 1 else {}  # greedy, there is one completion only
+        return self._for_one_token({**more, "stream": True, **handed_fields(prefilled, engine, room)})
 
     @cached_property
     def prefixes(self) -> tuple[bytes, ...]:
@@ -145,9 +146,9 @@ class Body:
                 return affinity.of_messages(model, (bytes(message) for message in messages))
         return affinity.of_text(model, memoryview(chat or self.fields.get("prompt", msgspec.Raw(b""))))
 
-    def _for_one_token(self, more: Fields) -> bytes:
-        fields = {name: value for name, value in self.fields.items() if name not in _NOT_FOR_ONE_TOKEN}
-        fields |= {name: _ONE for name in _LENGTHS if name == _LENGTHS[0] or name in fields}
+    def _for_one_token(self, more: dict[str, Any]) -> bytes:
+        fields: dict[str, Any] = {name: self.fields[name] for name in self.fields if name not in _NOT_FOR_ONE_TOKEN}
+        fields |= {name: 1 for name in _LENGTHS if name == _LENGTHS[0] or name in fields}
         return msgspec.json.encode(fields | more)
 
     def _is_true(self, name: str) -> bool:
@@ -227,15 +228,6 @@ def _check_size(data: bytes) -> None:
         raise refusal(ErrorCode.TOO_LARGE, f"{text}; at most {limits.FIELDS_BYTES} are taken")
 
 
-def _handed(prefilled: Prefilled | None, engine: Engine, room: int) -> Fields:
-    """What a decode server of this engine is told of a prefill."""
-    if prefilled is None:
-        return {}
-    if engine is Engine.VLLM:
-        return {"kv_transfer_params": prefilled.params}
-    return _raws(handed_fields(prefilled, room))
-
-
 class _Turn(msgspec.Struct):
     kvd_ticket: msgspec.Raw = _NOTHING
     kvd_offer: msgspec.Raw = _NOTHING
@@ -263,14 +255,6 @@ def seconds_of(params: msgspec.Raw) -> float:
 def new_room() -> int:
     """A number under which SGLang's servers meet; 0 is none."""
     return secrets.randbelow((1 << 63) - 1) + 1
-
-
-def _raws(fields: dict[str, Any]) -> Fields:
-    return {name: _raw(value) for name, value in fields.items()}
-
-
-def _raw(value: object) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,7 @@ from multidict import CIMultiDict
 from kvd.router import limits
 from kvd.router.answer import ServerFailed
 from kvd.router.body import Request, knows_turns, seconds_of
-from kvd.router.engines import NULL, Engine, Prefilled
-from kvd.router.legs import read
+from kvd.router.engines import NULL, Engine, Prefilled, prefilled_of
 from kvd.router.metrics import Metrics, Turn
 from kvd.router.servers import Server
 from kvd.router.upstream import Sent, Upstream
@@ -136,7 +135,7 @@ class Conversations:
             self._upstream.post(server, _COMPLETIONS, body, headers, Sent(), streamed=False) as answer,
         ):
             said = await answer.read(limits.TURN_BYTES)
-        found = read(said, with_token=False) if answer.status == HTTPStatus.OK else None
+        found = prefilled_of(said, with_token=False) if answer.status == HTTPStatus.OK else None
         return None if found is None else found.params
 
 

@@ -86,8 +86,10 @@ def room_fields(server: Place, room: int) -> dict[str, Any]:
     return {"bootstrap_host": server.host, "bootstrap_port": server.bootstrap_port, "bootstrap_room": room}
 
 
-def handed_fields(prefilled: Prefilled, room: int) -> dict[str, Any]:
-    """What an SGLang's decode server is told of a prefill."""
+def handed_fields(prefilled: Prefilled, engine: Engine, room: int) -> dict[str, Any]:
+    """What a decode server of this engine is told of a prefill; an SGLang's also its room."""
+    if engine is Engine.VLLM:
+        return {"kv_transfer_params": prefilled.params}
     packed = msgspec.json.encode({"params": prefilled.params, "first": prefilled.first})
     host = HANDOFF + base64.urlsafe_b64encode(packed).decode().rstrip("=")
     return {"bootstrap_host": host, "bootstrap_port": BOOTSTRAP_PORT, "bootstrap_room": room}
@@ -114,36 +116,31 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
 
 
-class _Answer(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = NULL
-    choices: list[_Choice] = []
-
-
 class _Params(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = NULL
 
 
+class _Answer(_Params):
+    choices: list[_Choice] = []
+
+
 def prefilled_of(answer: bytes, *, with_token: bool) -> Prefilled | None:
-    """What a prefill server's answer tells; None if it has no parameters, or not the first token where that is needed.
+    """What a prefill server's answer tells.
 
-    Raises:
-        msgspec.DecodeError: It is none.
-        ValueError: A token in it has no number, or its parameters are no UTF-8.
-
+    None if it is no answer, has no parameters, or not the first token, with its number, where that is needed.
     """
-    if not with_token:
-        params = decode(answer, _Params).kv_transfer_params
-        return Prefilled(params.copy()) if _is_object(params) else None
-    found: _Answer = decode(answer, _Answer)
-    if not _is_object(found.kv_transfer_params) or not (found.choices and found.choices[0].token_ids):
+    try:
+        found: _Params = decode(answer, _Answer if with_token else _Params)
+        if not str(found.kv_transfer_params, "utf-8").startswith("{"):  # the decoder has not looked into its strings
+            return None
+        params = found.kv_transfer_params.copy()
+        if not isinstance(found, _Answer):
+            return Prefilled(params)
+        if not (found.choices and (tokens := found.choices[0].token_ids)):
+            return None
+        return Prefilled(params, (tokens[0], *_likely(found.choices[0].logprobs)))
+    except (msgspec.DecodeError, ValueError):
         return None
-    choice = found.choices[0]
-    token = (choice.token_ids or [0])[0]
-    return Prefilled(found.kv_transfer_params.copy(), (token, *_likely(choice.logprobs)))
-
-
-def _is_object(params: msgspec.Raw) -> bool:
-    return str(params, "utf-8").startswith("{")  # the decoder does not look into strings that nobody asks for
 
 
 def _likely(logprobs: _Logprobs | None) -> tuple[float, tuple[tuple[int, float], ...]]:

@@ -6,8 +6,6 @@ The engine answers only when a decode server has read its offer. If it is not wa
 import asyncio
 from http import HTTPStatus
 
-import msgspec
-
 from kvd.errors import ErrorCode
 from kvd.router import limits
 from kvd.router.answer import ServerFailed, Whole
@@ -44,7 +42,7 @@ class Meeting:
             raise ServerFailed(
                 ErrorCode.PEER_LOST, self._server, "answered before its offer was read: does it run kvd?"
             )
-        found = read(self._params.result(), with_token=False)
+        found = prefilled_of(self._params.result(), with_token=False)
         if found is None:
             raise ServerFailed(ErrorCode.PEER_LOST, self._server, "has a bootstrap server that tells no parameters")
         return found
@@ -62,14 +60,6 @@ class Meeting:
                 return await answer.refusal()
             await answer.read(limits.PREFILL_ANSWER_BYTES)
             return None
-
-
-def read(answer: bytes, *, with_token: bool) -> Prefilled | None:
-    """What a prefill server's answer tells, as `prefilled_of`; None also if it is no answer at all."""
-    try:
-        return prefilled_of(answer, with_token=with_token)
-    except (msgspec.DecodeError, ValueError):
-        return None
 
 
 def _look(task: "asyncio.Task[Whole | None] | asyncio.Task[bytes]") -> None:

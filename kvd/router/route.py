@@ -20,10 +20,10 @@ from kvd.router.attempts import Attempts
 from kvd.router.body import Request, new_room
 from kvd.router.cleanup import Cleanup
 from kvd.router.conversations import Conversations
-from kvd.router.engines import Engine, Prefilled
+from kvd.router.engines import Engine, Prefilled, prefilled_of
 from kvd.router.events import Errors
 from kvd.router.growing import Producers
-from kvd.router.legs import Meeting, read
+from kvd.router.legs import Meeting
 from kvd.router.metrics import Metrics
 from kvd.router.reply import ClientGone, Reply
 from kvd.router.servers import Server, Servers, ask
@@ -209,7 +209,7 @@ class Router:
             if answer.status != HTTPStatus.OK:
                 return await answer.refusal()
             whole = await answer.read(limits.PREFILL_ANSWER_BYTES)
-        prefilled = read(whole, with_token=with_token)
+        prefilled = prefilled_of(whole, with_token=with_token)
         if prefilled is None:
             text = "answered without kv_transfer_params: does its --kv-transfer-config name a connector for P/D?"
             raise ServerFailed(ErrorCode.PEER_LOST, server, text)

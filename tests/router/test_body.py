@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from kvd.errors import BadRequest, ErrorCode
 from kvd.router import limits
 from kvd.router.body import Body
-from kvd.router.engines import Engine, Prefilled, place
-from kvd.router.legs import read
+from kvd.router.engines import Engine, Prefilled, place, prefilled_of
 
 PARAMS = msgspec.Raw(b'{"kvd_ticket": "T",  "x": 1e400}')
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda some: st.lists(some, max_size=3))
@@ -244,7 +243,7 @@ def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
 
 
 def test_parameters_of_an_answer_keep_their_bytes() -> None:
-    found = read(b'{"choices": [], "kv_transfer_params": {"a" : 1.00}}', with_token=False)
+    found = prefilled_of(b'{"choices": [], "kv_transfer_params": {"a" : 1.00}}', with_token=False)
     assert found is not None
     assert bytes(found.params) == b'{"a" : 1.00}'
 
@@ -255,5 +254,5 @@ def test_parameters_of_an_answer_keep_their_bytes() -> None:
     ids=lambda answer: answer[:30].decode(),
 )
 def test_an_answer_without_parameters_has_none(answer: bytes) -> None:
-    assert read(answer, with_token=False) is None
-    assert read(answer, with_token=True) is None
+    assert prefilled_of(answer, with_token=False) is None
+    assert prefilled_of(answer, with_token=True) is None

@@ -12,7 +12,6 @@ from aiohttp import web
 
 from kvd.engines.sglang.handoff import PREFIX, read
 from kvd.errors import BadRequest
-from kvd.router import legs
 from kvd.router.clients.http import HttpServer
 from kvd.router.engines import HANDOFF, Engine, Prefilled, place, prefilled_of
 from kvd.router.upstream import Timeouts
@@ -231,8 +230,8 @@ def test_the_first_token_is_read_from_completions_and_from_chats(choice: dict[st
 def test_a_token_without_a_number_is_no_token() -> None:
     choice = {"token_ids": [4], "logprobs": {"token_logprobs": [-1.0], "top_logprobs": [{"token_id:x": -1.0}]}}
     answer = json.dumps({"choices": [choice], "kv_transfer_params": {"a": 1}}).encode()
-    assert legs.read(answer, with_token=True) is None
-    assert legs.read(answer, with_token=False) is not None
+    assert prefilled_of(answer, with_token=True) is None
+    assert prefilled_of(answer, with_token=False) is not None
 
 
 @pytest.mark.parametrize(
