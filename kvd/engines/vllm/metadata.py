@@ -81,16 +81,8 @@ class ExtendOrder:
     offer: str
     tokens: int
     blocks: tuple[Blocks, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CloseOrder:
+    closes: bool = False
     """The prefill has ended: these are the last blocks. VLLM keeps all until the request is reported as sent."""
-
-    request: str
-    offer: str
-    tokens: int
-    blocks: tuple[Blocks, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +93,7 @@ class WithdrawOrder:
     offer: str
 
 
-GrowingOrder: TypeAlias = OpenOrder | ExtendOrder | CloseOrder | WithdrawOrder
+GrowingOrder: TypeAlias = OpenOrder | ExtendOrder | WithdrawOrder
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvd.client import Blocks
 from kvd.engines.vllm.growing.params import is_growing
 from kvd.engines.vllm.growing.scheduler import STARVED_SECONDS
-from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, OpenOrder, RankEndpoint, StepMetadata, WithdrawOrder
+from kvd.engines.vllm.metadata import ExtendOrder, OpenOrder, RankEndpoint, StepMetadata, WithdrawOrder
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.layout import Full, Sliding, State
 from kvd.protocol.ticket import decode
@@ -75,7 +75,7 @@ def test_an_offer_is_opened_at_once_extended_after_each_step_and_closed_in_the_e
     assert step(producer, request, 3, [3, 4, 9]).growing == [ExtendOrder("r", opened.offer, 10, (Blocks(0, 2, [9]),))]
     params = producer.finished(request, ([3, 4, 9],))
     metadata = producer.take_metadata()
-    assert metadata.growing == [CloseOrder("r", opened.offer, 10, ())]
+    assert metadata.growing == [ExtendOrder("r", opened.offer, 10, (), closes=True)]
     assert metadata.offers == []
     assert params is not None
     assert "kvd_ticket" not in params
@@ -144,7 +144,8 @@ def test_the_decode_engine_expects_what_the_prefill_engine_closes_with(tokens: i
     if not orders:  # it cannot leave out the only token
         assert external == 0
         return
-    assert isinstance(orders[-1], CloseOrder)
+    assert isinstance(orders[-1], ExtendOrder)
+    assert orders[-1].closes
     assert external == min(orders[-1].tokens, tokens - 1)
     (rank,) = decode(consumer._params["r"].ticket).ranks
     assert isinstance(orders[0], OpenOrder)
@@ -156,10 +157,12 @@ def test_windows_and_states_come_with_the_close() -> None:
     request = arrived(producer, 12)
     _, extended = step(producer, request, 11, [1, 2, 3], [0, 5, 6]).growing
     assert isinstance(extended, ExtendOrder)
+    assert not extended.closes
     assert [part.group for part in extended.blocks] == [0]
     producer.finished(request, ([1, 2, 3], [0, 5, 6]))
     (closed,) = producer.take_metadata().growing
-    assert isinstance(closed, CloseOrder)
+    assert isinstance(closed, ExtendOrder)
+    assert closed.closes
     assert closed.blocks == (Blocks(1, 1, [5, 6]),)
 
 
@@ -233,6 +236,7 @@ def test_a_prefill_keeps_its_offer_while_others_are_computed_and_once_it_has_beg
         assert step(producer, other, 4, [3]).growing == []
     (extended,) = step(producer, request, 4, [1]).growing
     assert isinstance(extended, ExtendOrder)
+    assert not extended.closes
     for _ in range(60):
         clock[0] += 1
         assert step(producer, request, 0).growing == []

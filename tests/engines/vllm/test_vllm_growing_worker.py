@@ -6,7 +6,7 @@ import pytest
 
 from kvd.client import Blocks, NotExtended, Offered, OfferRefused, Released
 from kvd.engines.kernels import Kernels
-from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, GrowingOrder, OpenOrder, StepMetadata, WithdrawOrder
+from kvd.engines.vllm.metadata import ExtendOrder, GrowingOrder, OpenOrder, StepMetadata, WithdrawOrder
 from kvd.engines.vllm.worker import WorkerSide
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from tests.engines.vllm.test_vllm_worker import Client, pass_patience, spec
@@ -15,7 +15,7 @@ SECRET = bytes(16)
 OPEN = OpenOrder("r", "o", SECRET, 1)
 FIRST = ExtendOrder("r", "o", 4, (Blocks(0, 0, [1]),))
 SECOND = ExtendOrder("r", "o", 8, (Blocks(0, 1, [2]),))
-CLOSE = CloseOrder("r", "o", 8, ())
+CLOSE = ExtendOrder("r", "o", 8, (), closes=True)
 WITHDRAW = WithdrawOrder("r", "o")
 
 OPENED = ("open", "o", 9.0, 1, SECRET)
@@ -261,7 +261,7 @@ def test_a_name_that_still_stands_for_another_request_is_not_used_again(stage: S
     stage.step(WITHDRAW)
     stage.told()
     assert stage.step(OpenOrder("s", "o", SECRET, 1)) == set()
-    assert stage.step(CloseOrder("s", "o", 8, ())) == {"s"}
+    assert stage.step(ExtendOrder("s", "o", 8, (), closes=True)) == {"s"}
     assert stage.told() == []
 
 
@@ -275,5 +275,5 @@ def test_an_offer_keeps_its_end_though_another_request_is_computed_under_its_nam
     assert stage.told() == []
     stage.says(Released("o", reason))
     assert stage.step() == {"r"}
-    assert stage.step(CloseOrder("s", "o", 4, ())) == {"s"}
+    assert stage.step(ExtendOrder("s", "o", 4, (), closes=True)) == {"s"}
     assert stage.told() == []

@@ -7,7 +7,7 @@ import pytest
 
 from kvd.client import Blocks
 from kvd.engines.vllm.growing.scheduler import STARVED_SECONDS
-from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, OpenOrder, WithdrawOrder
+from kvd.engines.vllm.metadata import ExtendOrder, OpenOrder, WithdrawOrder
 from kvd.engines.vllm.scheduler import SchedulerSide
 from kvd.engines.vllm.turns import kept as kept_turns
 from kvd.engines.vllm.turns.scheduler import TurnPolicy
@@ -156,7 +156,7 @@ def test_a_turn_that_both_servers_got_at_once_extends_its_offer_by_what_it_has_p
         ExtendOrder("next", opened.offer, 350, (Blocks(0, 0, blocks),))
     ]
     answer = prefill.finished(request, [blocks])
-    assert prefill.take_metadata().growing == [CloseOrder("next", opened.offer, 350, ())]
+    assert prefill.take_metadata().growing == [ExtendOrder("next", opened.offer, 350, (), closes=True)]
     assert answer is not None
     assert answer["kvd_offer"] == OFFER["kvd_offer"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvd.client import Blocks
 from kvd.engines.vllm.growing.params import Chosen
-from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, GrowingOrder, OfferOrder, OpenOrder, WithdrawOrder
+from kvd.engines.vllm.metadata import ExtendOrder, GrowingOrder, OfferOrder, OpenOrder, WithdrawOrder
 from kvd.engines.vllm.step_clock import StepClock
 from kvd.layout import Full, Window
 
@@ -154,7 +154,8 @@ class GrowingOffers:
             skipped = growing.named.get(part.group, 0)
             if len(part.ids) > skipped:
                 rest.append(Blocks(part.group, part.first + skipped, part.ids[skipped:]))
-        self._orders.append(CloseOrder(request.request_id, growing.chosen.name, offer.tokens, tuple(rest)))
+        name, parts = growing.chosen.name, tuple(rest)
+        self._orders.append(ExtendOrder(request.request_id, name, offer.tokens, parts, closes=True))
         return growing.chosen
 
     def withdraw(self, request: str) -> None:

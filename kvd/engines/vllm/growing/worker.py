@@ -15,7 +15,7 @@ from typing import Any
 
 from kvd.client import NotExtended, Offered, OfferRefused, Released
 from kvd.engines.kernels import Event
-from kvd.engines.vllm.metadata import CloseOrder, ExtendOrder, GrowingOrder, OpenOrder, WithdrawOrder
+from kvd.engines.vllm.metadata import ExtendOrder, GrowingOrder, OpenOrder, WithdrawOrder
 from kvd.errors import ErrorCode, KvdError, Unavailable
 
 GrowingEvent = Offered | OfferRefused | NotExtended | Released
@@ -33,7 +33,7 @@ class _Growing:
     order: OpenOrder
     until: float
     """How long what is not sent may wait, by `StepClock`."""
-    parts: list[tuple[ExtendOrder | CloseOrder, Event | None]] = field(default_factory=list)
+    parts: list[tuple[ExtendOrder, Event | None]] = field(default_factory=list)
     """All that it is to have, each with the kernels that write it."""
     is_open: bool = False
     """The daemon was told, and has not said that it has ended."""
@@ -46,7 +46,7 @@ class _Growing:
     @property
     def closes(self) -> bool:
         """Whether its request has ended."""
-        return any(isinstance(part, CloseOrder) for part, _ in self.parts)
+        return any(part.closes for part, _ in self.parts)
 
     @property
     def closed(self) -> bool:
@@ -85,10 +85,10 @@ class GrowingOffers:
             match order:
                 case OpenOrder():
                     self._open(order, until)
+                case ExtendOrder(closes=True):
+                    self._close(order, after, until)
                 case ExtendOrder():
                     self._of_step.append(order)
-                case CloseOrder():
-                    self._close(order, after, until)
                 case WithdrawOrder():
                     self._withdraw(order)
 
@@ -101,7 +101,7 @@ class GrowingOffers:
                 growing.until = until
         self._of_step.clear()
 
-    def _of(self, order: ExtendOrder | CloseOrder | WithdrawOrder) -> _Growing | None:
+    def _of(self, order: ExtendOrder | WithdrawOrder) -> _Growing | None:
         """The offer that it is about; None if there is none, or it is another request's."""
         growing = self._offers.get(order.offer)
         return growing if growing is not None and growing.order.request == order.request else None
@@ -114,7 +114,7 @@ class GrowingOffers:
         else:
             self._offers[order.offer] = _Growing(order, until)
 
-    def _close(self, order: CloseOrder, after: Event | None, until: float) -> None:
+    def _close(self, order: ExtendOrder, after: Event | None, until: float) -> None:
         growing = self._of(order)
         if growing is None:
             self._ended(order.request, _REFUSED)
@@ -181,7 +181,7 @@ class GrowingOffers:
             part, after = growing.parts[growing.sent]
             if after is not None and not after.query():
                 return
-            tell = self._client.close_offer if isinstance(part, CloseOrder) else self._client.extend_offer
+            tell = self._client.close_offer if part.closes else self._client.extend_offer
             tell(name, tokens=part.tokens, blocks=part.blocks)
             growing.sent += 1
 
