@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvd.engines import identity
 from kvd.engines.identity import KV, LATENT
+from kvd.engines.pool import pool_tensor
 from kvd.engines.sglang.settings import Settings, read_settings
 from kvd.engines.sglang.spec import Cache, cache_spec
 from kvd.engines.sglang.transfers import Transfers
@@ -81,7 +82,7 @@ def create_buffers(original: Callable[..., Any], kv_pool: Any) -> None:
     cache = _cache_of(kv_pool, _configurator, settings)
     transfers = Transfers()
     transfers.attach(settings, cache_spec(cache))
-    _attached = Attached(cache, transfers.pool_tensor(), transfers, settings)
+    _attached = Attached(cache, pool_tensor(transfers.client), transfers, settings)
     with _Buffers(_attached):
         original(kv_pool)
 

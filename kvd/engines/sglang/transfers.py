@@ -12,14 +12,13 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
-import torch
 import zmq
 import zmq.asyncio
 
 from kvd.client import AsyncWorker, DaemonError, Disconnected, Reattached
 from kvd.client.events import Event, name_of
 from kvd.engines.kernels import Event as Kernels
-from kvd.engines.pool import attach, log_session, pool_tensor
+from kvd.engines.pool import attach, log_session
 from kvd.engines.sglang import messages
 from kvd.engines.sglang.control import read_messages
 from kvd.engines.sglang.settings import Settings
@@ -73,10 +72,6 @@ class Transfers:
             return asyncio.run_coroutine_threadsafe(AsyncWorker.attach(*args, **kwargs), self._loop).result()
 
         self.client = attach(here, settings.socket, settings.worker, spec, settings.attach_timeout)
-
-    def pool_tensor(self) -> torch.Tensor:
-        """The pool, as int8 [its bytes]."""
-        return pool_tensor(self.client)
 
     def serve(self, half: Half, control: zmq.Socket[bytes]) -> None:
         """From now on `half` hears the daemon's events and the messages that arrive at `control`."""

@@ -2,8 +2,8 @@
 
 vLLM makes one connector in the scheduler's process, which decides what is offered and pulled (`scheduler`), and one in
 each worker's, which owns the session with the rank's daemon (`worker`). `cache` says what its memory holds. `growing`
-and `turns` are what both do for offers that grow, and for conversations. Only `cache`, `connector`, `messages` and
-`stats` import vLLM or torch.
+and `turns` are what both do for offers that grow, and for conversations. Only `cache`, `connector` and `stats`
+import vLLM or torch.
 """
 
 from typing import Any

@@ -3,14 +3,17 @@
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.platforms import current_platform
@@ -23,7 +26,7 @@ from kvd.engines.vllm.cache.config import check_supported, windows, worker_cache
 from kvd.engines.vllm.cache.memory import PoolAllocation, check_views, warn_of_restarts
 from kvd.engines.vllm.cache.parallel import has_replicas, is_replica, rank_of, ranks_of
 from kvd.engines.vllm.cache.spec import cache_spec
-from kvd.engines.vllm.messages import KvdHandshake, KvdMetadata, KvdWorkerMeta
+from kvd.engines.vllm.metadata import RankEndpoint, StepMetadata
 from kvd.engines.vllm.plugin import register
 from kvd.engines.vllm.replica import ReplicaSide
 from kvd.engines.vllm.scheduler import SchedulerSide
@@ -36,6 +39,40 @@ from kvd.errors import ErrorCode, refusal
 _MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
 register()  # also where vLLM loads no plugins (`VLLM_PLUGINS`) and was given `kv_connector_module_path`
+
+
+@dataclass
+class KvdMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Scheduler to every worker, once a step. VLLM carries it and the two below, pickled, between its processes."""
+
+    metadata: StepMetadata
+
+
+@dataclass
+class KvdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """A worker to the scheduler, once at start."""
+
+    rank: int
+    endpoint: RankEndpoint
+
+
+@dataclass
+class KvdWorkerMeta(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Workers to the scheduler, by rank, after steps in which one of these changed, or a turn's offer ended."""
+
+    endpoints: dict[int, RankEndpoint] = field(default_factory=dict)
+    unsent: dict[int, bool] = field(default_factory=dict)
+    """Whether orders wait to be sent."""
+    turn_ends: list[tuple[str, str]] = field(default_factory=list)
+    """Offers of turns that have ended on a rank, and why: an entry for each rank."""
+
+    def aggregate(self, other: Any) -> "KvdWorkerMeta":
+        """What both workers say."""
+        return KvdWorkerMeta(
+            {**self.endpoints, **other.endpoints},
+            {**self.unsent, **other.unsent},
+            self.turn_ends + other.turn_ends,
+        )
 
 
 class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
