@@ -1,25 +1,11 @@
 """The decode engine's process: tickets in, tokens out."""
 
-import sys
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
-import msgspec
-
 from kvd import client
-from kvd.engines.demo.engine import AttachedEngine
-from kvd.engines.demo.messages import (
-    Channel,
-    Decoded,
-    DecodeRequest,
-    EngineConfig,
-    Failed,
-    Pulled,
-    Ready,
-    Stop,
-    ToDecode,
-)
+from kvd.engines.demo.engine import AttachedEngine, Loop
+from kvd.engines.demo.messages import Channel, Decoded, DecodeRequest, Failed, Pulled, ToDecode
 
 IDLE_SECONDS = 0.02
 PULLING_SECONDS = 0.0005
@@ -38,7 +24,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
 
 
-class DecodeEngine:
+class DecodeEngine(Loop[DecodeRequest]):
     """Pulls for each request as soon as there are blocks; decodes what has arrived, a token per turn.
 
     It does not decode while a pull runs, so that the reported times are those of pulls: on two cores a pull would wait
@@ -46,12 +32,9 @@ class DecodeEngine:
     """
 
     def __init__(self, kv: AttachedEngine, channel: Channel[ToDecode]) -> None:
-        self._kv = kv
-        self._channel = channel
-        self._waiting: deque[DecodeRequest] = deque()
+        super().__init__(kv, channel)
         self._pulling: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
-        self._stopping = False
 
     def run(self) -> None:
         """Serves until stopped and nothing is left to decode."""
@@ -63,13 +46,6 @@ class DecodeEngine:
             else:
                 for sequence in list(self._running.values()):
                     self._decode(sequence)
-
-    def _receive(self, timeout: float) -> None:
-        for message in self._channel.receive(timeout):
-            if isinstance(message, DecodeRequest):
-                self._waiting.append(message)
-            elif isinstance(message, Stop):
-                self._stopping = True
 
     def _admit(self) -> None:
         blocks = self._kv.blocks
@@ -108,14 +84,5 @@ class DecodeEngine:
             self._channel.send(Decoded(request=request.request, tokens=tokens))
 
 
-def main() -> None:
-    """Entry of the process; its one argument is an `EngineConfig` as JSON."""
-    channel: Channel[ToDecode] = Channel(ToDecode)
-    kv = AttachedEngine(msgspec.json.decode(sys.argv[1], type=EngineConfig))
-    channel.send(Ready())
-    DecodeEngine(kv, channel).run()
-    kv.detach()
-
-
 if __name__ == "__main__":
-    main()
+    DecodeEngine.main(ToDecode)

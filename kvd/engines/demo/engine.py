@@ -5,8 +5,12 @@ rank's attention reads.
 """
 
 import sys
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,7 +20,7 @@ from kvd.client import Blocks, DaemonError, Disconnected, Done, Event, Reattache
 from kvd.cuda.copies import copy
 from kvd.cuda.device import device_of
 from kvd.cuda.streams import Stream
-from kvd.engines.demo.messages import EngineConfig
+from kvd.engines.demo.messages import Channel, EngineConfig, Message, Ready, Stop
 from kvd.engines.demo.model import Model, ModelConfig, attention
 from kvd.engines.demo.paged import BlockManager, PagedCache
 from kvd.engines.demo.spec import engine_specs
@@ -175,16 +179,13 @@ class AttachedEngine:
                     sys.stderr.write(
                         f"rank {rank}: {event}\n"
                     )  # the log; outcomes of requests come as events of their own
-                else:
-                    self._ended(rank, event)
-                    events.append(event)
+                    continue
+                if isinstance(event, Done):
+                    ids = self._pulling.pop((rank, event.request))
+                    if self._copies:
+                        self._copies[rank].from_gpu(ids)
+                events.append(event)
         return events
-
-    def _ended(self, rank: int, event: Event) -> None:
-        if isinstance(event, Done):
-            ids = self._pulling.pop((rank, event.request))
-            if self._copies:
-                self._copies[rank].from_gpu(ids)
 
     def detach(self) -> None:
         """Returns the pools of all ranks."""
@@ -194,3 +195,37 @@ class AttachedEngine:
 
 def _spans(ids: list[int]) -> list[Blocks]:
     return [Blocks(group=0, first=0, ids=ids)]
+
+
+Work = TypeVar("Work", bound=Message)
+
+
+class Loop(ABC, Generic[Work]):
+    """What the process of an engine does until the router says to stop, and for what is then under way."""
+
+    def __init__(self, kv: AttachedEngine, channel: Channel[Work | Stop]) -> None:
+        self._kv = kv
+        self._channel = channel
+        self._waiting: deque[Work] = deque()
+        """Requests without blocks."""
+        self._stopping = False
+
+    @abstractmethod
+    def run(self) -> None:
+        """Serves until stopped."""
+
+    def _receive(self, timeout: float) -> None:
+        for message in self._channel.receive(timeout):
+            if isinstance(message, Stop):
+                self._stopping = True
+            else:
+                self._waiting.append(message)
+
+    @classmethod
+    def main(cls, kinds: Any) -> None:
+        """Entry of the process, which gets messages of these `kinds`; its argument is an `EngineConfig` as JSON."""
+        channel: Channel[Work | Stop] = Channel(kinds)
+        kv = AttachedEngine(msgspec.json.decode(sys.argv[1], type=EngineConfig))
+        channel.send(Ready())
+        cls(kv, channel).run()
+        kv.detach()

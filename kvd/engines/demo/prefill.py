@@ -1,37 +1,25 @@
 """The prefill engine's process: prompts in, first tokens and tickets out."""
 
-import sys
-from collections import deque
-
-import msgspec
-
 from kvd import client
-from kvd.engines.demo.engine import AttachedEngine
-from kvd.engines.demo.messages import Channel, EngineConfig, Prefilled, Prompt, Ready, Released, Stop, ToPrefill
+from kvd.engines.demo.engine import AttachedEngine, Loop
+from kvd.engines.demo.messages import Channel, Prefilled, Prompt, Released, ToPrefill
 
 IDLE_SECONDS = 0.005
 """How long to wait for prompts before looking for notifications again."""
 
 
-class PrefillEngine:
+class PrefillEngine(Loop[Prompt]):
     """Computes prompts in order, each as soon as there are blocks for it."""
 
     def __init__(self, kv: AttachedEngine, channel: Channel[ToPrefill]) -> None:
-        self._kv = kv
-        self._channel = channel
-        self._waiting: deque[Prompt] = deque()
+        super().__init__(kv, channel)
         self._released: dict[str, list[str]] = {}
-        self._stopping = False
 
     def run(self) -> None:
         """Serves until stopped and every offer is released."""
         while not (self._stopping and not self._waiting and not self._released):
             busy = self._waiting and self._kv.blocks.can_allocate(len(self._waiting[0].tokens))
-            for message in self._channel.receive(0.0 if busy else IDLE_SECONDS):
-                if isinstance(message, Prompt):
-                    self._waiting.append(message)
-                elif isinstance(message, Stop):
-                    self._stopping = True
+            self._receive(0.0 if busy else IDLE_SECONDS)
             self._collect()
             if busy:
                 self._prefill(self._waiting.popleft())
@@ -56,14 +44,5 @@ class PrefillEngine:
                 self._channel.send(Released(request=event.offer, reasons=reasons))
 
 
-def main() -> None:
-    """Entry of the process; its one argument is an `EngineConfig` as JSON."""
-    channel: Channel[ToPrefill] = Channel(ToPrefill)
-    kv = AttachedEngine(msgspec.json.decode(sys.argv[1], type=EngineConfig))
-    channel.send(Ready())
-    PrefillEngine(kv, channel).run()
-    kv.detach()
-
-
 if __name__ == "__main__":
-    main()
+    PrefillEngine.main(ToPrefill)

@@ -133,7 +133,7 @@ class Consumer:
         """The engine has `blocks` for what another engine has computed."""
         if number in self._given_up:
             self._engine.failed(number, self._given_up[number])
-            self._let_go(number, handoff.params.kvd_ticket)
+            self.let_go(number, handoff.params.kvd_ticket)
             return
         room = _Room(number, (), (), blocks, aux_index, after=after, first=handoff.first)
         self._rooms[number] = room
@@ -142,9 +142,12 @@ class Consumer:
         else:
             self._pull(room, handoff.params.kvd_ticket, blocks)
 
-    def let_go(self, number: int, handoff: Handoff) -> None:
-        """The engine does not want what another engine has computed."""
-        self._let_go(number, handoff.params.kvd_ticket)
+    def let_go(self, number: int, ticket: str) -> None:
+        """Has the daemon of who offered it hear that nobody here wants what the ticket names."""
+        with contextlib.suppress(KvdError):  # the daemon is away: the offer ends with its time
+            self._client.pull(
+                self._name(number), ticket, blocks=(), timeout=self._pull_timeout, consumer=_consumer(number)
+            )
 
     def abandon(self, number: int, reason: str) -> None:
         """The engine does not want it any more, nor what it may say that it wants from now on."""
@@ -228,13 +231,6 @@ class Consumer:
             room.grows = tickets.decode(ticket).grows
             self._records.take(lambda record: self._pull_with(room, ticket, record))
 
-    def _let_go(self, number: int, ticket: str) -> None:
-        """Has the producer's daemon hear that nobody wants what the ticket names."""
-        with contextlib.suppress(KvdError):  # the daemon is away: the offer ends with its time
-            self._client.pull(
-                self._name(number), ticket, blocks=(), timeout=self._pull_timeout, consumer=_consumer(number)
-            )
-
     def _pull_with(self, room: _Room, ticket: str, record: int) -> None:
         room.record = record
         self._pull(room, ticket, (*room.blocks, Blocks(RECORDS, 0, [record])))
@@ -251,7 +247,7 @@ class Consumer:
             return
         if room.failure:  # it was abandoned meanwhile
             self._records.give_back_of(room)
-            self._let_go(room.number, ticket)
+            self.let_go(room.number, ticket)
             return
         name, timeout = self._name(room.number), self._growing_timeout if room.grows else self._pull_timeout
         try:

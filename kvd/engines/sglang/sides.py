@@ -194,7 +194,7 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.conclude_state = KVPoll.Failed
         if self._handoff is not None:
-            self.kv_mgr.call(self.kv_mgr.consumer.let_go, self.bootstrap_room, self._handoff)
+            self.kv_mgr.call(self.kv_mgr.consumer.let_go, self.bootstrap_room, self._handoff.params.kvd_ticket)
 
     def _register_kv_args(self) -> bool:
         """Nothing is registered: daemons know each other's layouts."""
@@ -264,7 +264,7 @@ class KvdReceiver(CommonKVReceiver):  # type: ignore[misc]
     def clear(self) -> None:
         """The engine has no such request any more."""
         if self._handoff is not None and not self._wants and self.conclude_state is None:
-            self.kv_mgr.call(self.kv_mgr.consumer.let_go, self.bootstrap_room, self._handoff)
+            self.kv_mgr.call(self.kv_mgr.consumer.let_go, self.bootstrap_room, self._handoff.params.kvd_ticket)
         with self.kv_mgr.failure_lock:  # as of a sender
             super().clear()
         self.kv_mgr.call(self.kv_mgr.consumer.forget, self.bootstrap_room)

@@ -261,7 +261,7 @@ def test_what_was_handed_over_keeps_its_pages_while_its_aborted_pull_may_write(s
 
 
 def test_what_is_not_wanted_of_another_engine_is_let_go(side: Side) -> None:
-    side.consumer.let_go(ROOM, HANDED)
+    side.consumer.let_go(ROOM, HANDED.params.kvd_ticket)
     assert list(side.client.pulls.values()) == [()]
     side.consumer.on_event(Done(side.client.name))
     assert side.engine.heard == []
