@@ -1,15 +1,17 @@
 """What both sides of a transfer must have alike beside the layout: all that changes the bytes of a token's cache.
 
-Both call the parts of a cache by the same names, `KV` and `LATENT`.
+Both call the parts of a cache by the same names, `KV` and `LATENT`, and tell each other a prompt's `checksum`.
 
 A model has the same identity on every engine, so that one may decode what another has prefilled. Engines are given
 most of it with the model's path. What can be set beside that is compared as it took effect where the engine knows that,
 as for RoPE, and as it was given where it does not.
 """
 
+import array
 import hashlib
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvd.layout import VERSION_OF
@@ -71,6 +73,11 @@ def is_ropes(name: str) -> bool:
 def told(fields: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """The fields with texts that are not too long: of those that are, the beginning and a hash."""
     return tuple((name, _short(value)) for name, value in fields.items())
+
+
+def checksum(tokens: Sequence[int]) -> int:
+    """CRC-32 of a prompt's tokens, by which every engine's adapter knows prompts apart."""
+    return zlib.crc32(array.array("q", tokens).tobytes())
 
 
 def _plain(value: Any) -> Any:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvd.client import Cancelled, Done, Freed
+from kvd.engines.identity import checksum
 from kvd.engines.sglang.consumer import Consumer
-from kvd.engines.sglang.handoff import HANDED, Handoff, Params, checksum
+from kvd.engines.sglang.handoff import HANDED, Handoff, Params
 from kvd.engines.sglang.messages import Message, Offered
 from tests.engines.sglang.test_sglang_consumer import TICKET, Client
 from tests.sglang.testbed.absent import stand_in

@@ -42,14 +42,7 @@ class Engine:
 
     def prefill(self, prompt: Sequence[int], table: Sequence[int], first: int = 0) -> int:
         """Writes the KV of `prompt`, from position `first` on, into `table`'s blocks; returns the greedy next token."""
-        return self._step(prompt, first, table)
-
-    def decode(self, token: int, position: int, table: Sequence[int]) -> int:
-        """The greedy token after `token` at `position`; writes its KV and reads that of all before it."""
-        return self._step([token], position, table)
-
-    def _step(self, tokens: Sequence[int], first: int, table: Sequence[int]) -> int:
-        stop = first + len(tokens)
+        stop = first + len(prompt)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             attended = []
@@ -60,8 +53,12 @@ class Engine:
                 attended.append(attention(queries, *cache.read(layer, table, stop)))
             return torch.cat(attended, dim=1)
 
-        logits = self._model.forward(torch.tensor(tokens), torch.arange(first, stop), attend)
+        logits = self._model.forward(torch.tensor(prompt), torch.arange(first, stop), attend)
         return int(logits.argmax())
+
+    def decode(self, token: int, position: int, table: Sequence[int]) -> int:
+        """The greedy token after `token` at `position`; writes its KV and reads that of all before it."""
+        return self.prefill([token], table, position)
 
 
 class HostCopy:

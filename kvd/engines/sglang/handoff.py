@@ -6,16 +6,15 @@ meet in a room. So a decode server here is handed the ticket where it would look
 for rooms, a router gets the ticket of one (`kvd.engines.sglang.desk`), as parameters that other engines take (`write`).
 """
 
-import array
 import base64
 import binascii
-import zlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
+from kvd.engines.identity import checksum
 from kvd.errors import ErrorCode, refusal
 from kvd.limits import MAX_TOP_LOGPROBS
 from kvd.protocol import ticket as tickets
@@ -104,8 +103,3 @@ def write(ticket: str, prompt: int) -> dict[str, Any]:
         "kvd_prompt": prompt,
         "kvd_consumers": 1,
     }
-
-
-def checksum(tokens: Sequence[int]) -> int:
-    """CRC-32 of a prompt's tokens: as every engine's adapter takes it."""
-    return zlib.crc32(array.array("q", tokens).tobytes())

@@ -41,7 +41,7 @@ class Offered(_Message, frozen=True, tag="offered"):
 
     ticket: Annotated[str, Meta(max_length=MAX_MESSAGE_BYTES)]
     prompt: Annotated[int, Meta(ge=0, lt=1 << 32)]
-    """Its checksum (`kvd.engines.sglang.handoff`)."""
+    """Its checksum (`kvd.engines.identity`)."""
 
     def __repr__(self) -> str:
         return f"Offered(room={self.room})"  # whoever has the ticket may read what it names

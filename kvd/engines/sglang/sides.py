@@ -15,9 +15,10 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSend
 from sglang.srt.disaggregation.utils import all_reduce_flags
 
 from kvd.client import Blocks
+from kvd.engines.identity import checksum
 from kvd.engines.kernels import Event
 from kvd.engines.sglang.bootstrap import KvdBootstrapServer
-from kvd.engines.sglang.handoff import HANDED, Handoff, check, checksum, read
+from kvd.engines.sglang.handoff import HANDED, Handoff, check, read
 from kvd.engines.sglang.manager import KvdManager
 from kvd.engines.sglang.spec import PAGES
 from kvd.errors import BadRequest

@@ -4,12 +4,12 @@ The flags are those of vLLM's other P/D connectors, so routers need not know kvd
 the prefill engine and passes the parameters of the answer to the decode engine unchanged.
 """
 
-import array
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from kvd.engines.identity import checksum
 from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.limits import MAX_CONSUMERS
 from kvd.protocol import ticket as tickets
@@ -72,7 +72,7 @@ class Prompt:
 
     def checksum(self, tokens: int) -> int:
         """CRC-32 of what the cache of the first `tokens` tokens is made from."""
-        crc = 0 if self.tokens is None else zlib.crc32(array.array("q", self.tokens[:tokens]).tobytes())
+        crc = 0 if self.tokens is None else checksum(self.tokens[:tokens])
         if self.embeddings is not None:
             crc = zlib.crc32(_raw(self.embeddings[:tokens]), crc)
         media = tuple(item for item in self.media if item[1] < tokens)

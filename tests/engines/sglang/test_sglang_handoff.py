@@ -8,10 +8,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvd.engines.identity import checksum
 from kvd.engines.redaction import _TICKET
 from kvd.engines.sglang import messages
 from kvd.engines.sglang.desk import Desk
-from kvd.engines.sglang.handoff import HANDED, PREFIX, check, checksum, is_handoff, read, write
+from kvd.engines.sglang.handoff import HANDED, PREFIX, check, is_handoff, read, write
 from kvd.engines.sglang.messages import Abandoned, Offered, Refused, Wanted
 from kvd.engines.vllm.transfer_params import Prompt
 from kvd.engines.vllm.transfer_params import read as read_params
