@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from kvd import limits
-from kvd.errors import ErrorCode, refusal
+from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.protocol import export, peer, worker
 from kvd.protocol.types import Message
 
@@ -51,6 +51,13 @@ class Decoder(Generic[T]):
             said = str(error)[: limits.MAX_ERROR_TEXT]  # it may quote the frame, whole
             raise refusal(ErrorCode.BAD_MESSAGE, f"no message: {said}") from error
         return message
+
+    def try_decode(self, frame: bytes) -> T | None:
+        """The message in `frame`; None if it is none."""
+        try:
+            return self.decode(frame)
+        except BadRequest:
+            return None
 
 
 worker_requests: Decoder[worker.Request] = Decoder(worker.Request)

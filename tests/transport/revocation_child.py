@@ -17,7 +17,7 @@ import numpy as np
 
 from kvd.memory.memfd import MemfdProvider
 from kvd.transport.interface import Deregistered, Described, Region, Registered
-from kvd.transport.nixl import metadata as form
+from kvd.transport.nixl import messages
 from kvd.transport.nixl.transport import NixlTransport
 from kvd.transport.nixl.ucx import open_agent
 from tests.support.patience import MOMENT
@@ -59,8 +59,8 @@ def region_of(pool: Any) -> Region:
     return Region(pool.base, pool.size, pool.descriptor, length=pool.length)
 
 
-def parts_of(metadata: bytes) -> form.Metadata:
-    parts = form.read(metadata)
+def parts_of(metadata: bytes) -> messages.Metadata:
+    parts = messages.metadata(metadata)
     assert parts is not None
     return parts
 

@@ -23,9 +23,9 @@ from kvd.transport.interface import (
     ReadFailed,
     Registered,
 )
-from kvd.transport.nixl import metadata as form
+from kvd.transport.nixl import messages
 from kvd.transport.nixl.agent_loop import AgentLoop, Command
-from kvd.transport.nixl.metadata import Metadata, agent_of, write
+from kvd.transport.nixl.messages import Metadata, agent_of, encode
 from kvd.transport.nixl.poll_interval import IDLE, RECENT
 from kvd.transport.nixl.ucx import UcxEndpoints
 from kvd.transport.slices import CHUNK_DESCRIPTORS
@@ -40,7 +40,7 @@ def nixl_metadata(agent: str, more: bytes = b"") -> bytes:
 
 def metadata(agent: str, more: bytes = b"", process: bytes = b"process1") -> bytes:
     """Of an agent whose daemon has a pool at 0, which is where it is in its process, too."""
-    return write(Metadata(nixl_metadata(agent, more), process, {0: 0}))
+    return encode(Metadata(nixl_metadata(agent, more), process, {0: 0}))
 
 
 def slices(count: int) -> Descriptors:
@@ -238,7 +238,7 @@ def test_a_pool_lies_elsewhere_than_in_the_daemon_and_its_place_reads_as_zeros_o
     registered, deregistered = run.events
     assert isinstance(registered, Registered)
     assert isinstance(deregistered, Deregistered)
-    known, left = form.read(registered.metadata), form.read(deregistered.metadata)
+    known, left = messages.metadata(registered.metadata), messages.metadata(deregistered.metadata)
     assert known is not None
     assert left is not None
     assert known.addresses == {pool.base: mapping.base}
@@ -259,7 +259,7 @@ def test_no_metadata_tells_of_memory_that_is_hidden() -> None:
     run.go()
     for event in run.events:
         assert isinstance(event, Registered)
-        known = form.read(event.metadata)
+        known = messages.metadata(event.metadata)
         assert known is not None
         assert known.addresses == {pools[0].base: shown.base}
         assert known.nixl == f"metadata of {[[shown.base, 4096, 0]]}".encode()
@@ -275,7 +275,7 @@ def test_who_may_read_nothing_is_told_how_to_connect_and_of_no_memory() -> None:
     run.go()
     [described] = run.events
     assert isinstance(described, Described)
-    known = form.read(described.metadata)
+    known = messages.metadata(described.metadata)
     assert known is not None
     assert (known.nixl, known.addresses) == (b"metadata", {})
 

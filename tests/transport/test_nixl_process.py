@@ -37,8 +37,17 @@ from kvd.transport.nixl import keeper, messages
 from kvd.transport.nixl import transport as module
 from kvd.transport.nixl.child import Child
 from kvd.transport.nixl.keeper import HUNG_PINGS, Keeper
-from kvd.transport.nixl.messages import AddPeer, ExpectReaders, NotOpened, Opened, Ping, Read, Register
-from kvd.transport.nixl.metadata import Metadata, write
+from kvd.transport.nixl.messages import (
+    AddPeer,
+    ExpectReaders,
+    Metadata,
+    NotOpened,
+    Opened,
+    Ping,
+    Read,
+    Register,
+    encode,
+)
 from kvd.transport.nixl.transport import NixlTransport
 from kvd.transport.nixl.ucx import environment_of
 from tests.support.lingering import lingering_socket
@@ -46,7 +55,7 @@ from tests.support.patience import PATIENCE
 from tests.transport.descriptors import descriptors, request
 
 NOT_UNICODE = msgspec.Raw(messages.encode([PeerFailed("p", "")]).replace(b"\xa1p", b"\xa1\xff"))
-PEER = write(Metadata(b"nixl's", b"process1", {}))
+PEER = encode(Metadata(b"nixl's", b"process1", {}))
 
 
 class ScriptedChild:

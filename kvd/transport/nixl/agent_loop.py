@@ -23,8 +23,7 @@ from kvd.transport.interface import (
     Registered,
     RegisterFailed,
 )
-from kvd.transport.nixl import metadata
-from kvd.transport.nixl.messages import Reported
+from kvd.transport.nixl.messages import Metadata, Reported, encode
 from kvd.transport.nixl.poll_interval import PROMPT, RECENT, PollInterval
 from kvd.transport.nixl.reads import Reads
 from kvd.transport.nixl.ucx import UcxEndpoints, text_of
@@ -167,7 +166,7 @@ class AgentLoop:
 
     def _covering(self, pools: list[_Pool]) -> bytes:
         addresses = {pool.base: pool.mapping.base for pool in pools}
-        return metadata.write(metadata.Metadata(self._of_nixl(pools), self._process, addresses))
+        return encode(Metadata(self._of_nixl(pools), self._process, addresses))
 
     def _of_nixl(self, pools: list[_Pool]) -> bytes:
         if not pools:

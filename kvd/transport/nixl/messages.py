@@ -1,13 +1,14 @@
 """What the daemon and the process of its NIXL transport say to each other, a frame each: msgpack, by tag.
 
-The process answers with lists of `Reported`. Whoever reaches its port may have written to its
-memory, so the daemon takes nothing from it that it did not ask for.
+The process answers with lists of `Reported`. Whoever reaches its port may have written to its memory, so the daemon
+takes nothing from it that it did not ask for. What peers are told of it is its `Metadata`.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import struct
 from collections.abc import Callable
 from typing import Annotated, Final
 
@@ -156,10 +157,26 @@ Reported = AgentEvent | Notified
 """The events that the process may tell of."""
 Reports = Annotated[list[Reported], Meta(min_length=1, max_length=MAX_EVENTS)]
 
+_Address = Annotated[int, Meta(ge=0)]
+
+
+class Metadata(Struct, frozen=True, array_like=True):
+    """What peers need: `nixl` is NIXL's own, `addresses` has where the process has the pools, by those in the daemon.
+
+    `process` are random bytes that tell that process from the next one, whose agent has the same name.
+    """
+
+    nixl: Annotated[bytes, Meta(max_length=limits.MAX_METADATA_BYTES)]
+    process: Annotated[bytes, Meta(min_length=8, max_length=8)]
+    addresses: Annotated[dict[_Address, _Address], Meta(max_length=limits.MAX_POOLS)]
+
+
 encode = msgspec.msgpack.Encoder().encode
 command: Callable[[bytes], Command] = Decoder[Command](Command).decode
 first_word: Callable[[bytes], Opened | NotOpened] = Decoder[Opened | NotOpened](Opened | NotOpened).decode
 events: Callable[[bytes], list[Reported]] = Decoder[list[Reported]](Reports).decode
+metadata: Callable[[bytes], Metadata | None] = Decoder[Metadata](Metadata).try_decode
+"""What a peer sent, taken apart; None if it is none."""
 
 
 def is_of_network(event: Reported) -> bool:
@@ -206,3 +223,19 @@ def request_of(asked: Read, descriptors: tuple[int, ...]) -> ReadRequest:
     columns = np.frombuffer(table, dtype=np.uint64).reshape(3, -1)
     wanted = Descriptors(*columns)
     return ReadRequest(asked.read, asked.agent, asked.local_base, asked.remote_base, wanted, part=asked.part)
+
+
+_MAGIC: Final = b"nixlSerDes|Agent"
+
+
+def agent_of(nixl: bytes) -> str | None:
+    """The name of the agent that NIXL's metadata is about; None if it is not NIXL's.
+
+    NIXL tells only after it has loaded the metadata, and by then a peer that claims another's name has changed that
+    one's entry.
+    """
+    start = len(_MAGIC) + 8
+    if not nixl.startswith(_MAGIC) or len(nixl) < start:
+        return None
+    (length,) = struct.unpack_from("<Q", nixl, len(_MAGIC))
+    return nixl[start : start + min(length, len(nixl))].decode(errors="replace")

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.transport.interface import AgentEvent, PeerAdded, PeerFailed
-from kvd.transport.nixl import metadata as form
-from kvd.transport.nixl.metadata import Metadata, agent_of
+from kvd.transport.nixl import messages
+from kvd.transport.nixl.messages import Metadata, agent_of
 from kvd.transport.nixl.ucx import UcxEndpoints, text_of
 
 _GARBAGE = (ValueError, RuntimeError, MemoryError, IndexError)
@@ -67,7 +67,7 @@ class Peers:
 
     def add(self, agent: str, metadata: bytes) -> None:
         """Loads metadata and connects; answers with `PeerAdded` or `PeerFailed`."""
-        parts = form.read(metadata)
+        parts = messages.metadata(metadata)
         named = agent_of(parts.nixl) if parts else None
         known = self._peers.get(agent)
         if parts is None or named != agent:

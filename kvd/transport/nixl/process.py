@@ -29,7 +29,6 @@ from kvd.net.stream import Frame, FrameStream
 from kvd.transport.interface import Deregistered, Described, PeerAdded, Registered, RegisterFailed
 from kvd.transport.nixl import messages
 from kvd.transport.nixl.agent_loop import AgentLoop
-from kvd.transport.nixl.metadata import agent_of
 from kvd.transport.nixl.ucx import UcxEndpoints, failures_of, load_nixl, open_agent
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -140,7 +139,7 @@ def _open(agent: str, link: _Link) -> Any:
         link.say(messages.NotOpened(error.text))
         return None
     metadata = handle.get_agent_metadata()
-    if agent_of(metadata) != agent:
+    if messages.agent_of(metadata) != agent:
         text = f"this NIXL writes metadata of a form unknown to kvd: {metadata[:64]!r}"
         raise refusal(ErrorCode.INTERNAL, text)
     return handle

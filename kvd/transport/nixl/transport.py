@@ -33,7 +33,6 @@ from kvd.transport.interface import (
     RegisterFailed,
 )
 from kvd.transport.nixl import messages
-from kvd.transport.nixl import metadata as form
 from kvd.transport.nixl.keeper import Keeper
 from kvd.transport.nixl.probe import Examine, ExaminedPeers, accept
 from kvd.transport.nixl.ucx import choose_settings, nixl_name
@@ -329,7 +328,7 @@ def _of_nixl(examine: Examine) -> Examine:
     """Examines the part of peers' metadata that is NIXL's."""
 
     def examine_part(agent: str, known: bytes, metadata: bytes, done: Callable[[str], None]) -> None:
-        parts, before = form.read(metadata), form.read(known)
+        parts, before = messages.metadata(metadata), messages.metadata(known)
         if parts is None:
             done("its metadata is not a NIXL transport's")
         else:

@@ -12,6 +12,7 @@ is registered no longer reads as zeros, and whoever had it answers no requests.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Annotated, Final
 
@@ -19,7 +20,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvd import limits
-from kvd.errors import BadRequest
 from kvd.protocol.codec import Decoder
 
 LINE_BYTES: Final = 16
@@ -87,24 +87,10 @@ class State(IntEnum):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_messages = Decoder[Wanted | Finished](Wanted | Finished)
-_metadata = Decoder[Metadata](Metadata)
-
-
-def message(content: bytes) -> Wanted | Finished | None:
-    """What an agent sent; None if it is no message."""
-    try:
-        return _messages.decode(content)
-    except BadRequest:
-        return None
-
-
-def metadata(content: bytes) -> Metadata | None:
-    """What a peer sent, taken apart; None if it is none."""
-    try:
-        return _metadata.decode(content)
-    except BadRequest:
-        return None
+message: Callable[[bytes], Wanted | Finished | None] = Decoder[Wanted | Finished](Wanted | Finished).try_decode
+"""What an agent sent; None if it is no message."""
+metadata: Callable[[bytes], Metadata | None] = Decoder[Metadata](Metadata).try_decode
+"""What a peer sent, taken apart; None if it is none."""
 
 
 def heading(token: bytes) -> bytes:
