@@ -75,8 +75,7 @@ class Child:
 
     def ended(self) -> ProcessEndedError:
         """The error for a process that has ended: how, and what it logged last."""
-        status = self._process.wait()
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        how = how_ended(self._process.wait())
         lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
         return ProcessEndedError("\n".join([f"{self.name} ended with {how}; the end of its log:", *lines]))
 
@@ -144,6 +143,11 @@ class Processes:
     ) -> None:
         while self._children:
             self._children.pop().stop()
+
+
+def how_ended(status: int) -> str:
+    """A process's return code, for people."""
+    return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
 
 
 def die_with(parent: int) -> Callable[[], None]:

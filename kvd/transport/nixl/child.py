@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from kvd import foreign
 from kvd.errors import KvdError, Unavailable
 from kvd.net.stream import Frame, FrameStream
 from kvd.net.unix import ReadWatch, readable, take_descriptors
+from kvd.processes import how_ended
 from kvd.transport.nixl import messages
 from kvd.transport.nixl.messages import NotOpened, Opened
 from kvd.transport.nixl.ucx import environment_of
@@ -180,8 +180,7 @@ class Child:
 
     def wait(self) -> str:
         """Waits until it has ended and says how; on any thread, after `kill` or `ended`."""
-        status = self._process.wait()
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        how = how_ended(self._process.wait())
         return f"{self.fault} ({how})" if self.fault else how
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 from msgspec import Struct
 
 from kvd.limits import MAX_ERROR_TEXT, MIB
+from kvd.processes import how_ended
 from kvd.transport.nixl.ucx import environment_of, make_agent
 
 START_SECONDS: Final = 30.0
@@ -205,7 +206,7 @@ class Probe:
         except TimeoutError:
             process.kill()
             status = await process.wait()
-        return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        return how_ended(status)
 
 
 async def _answer(process: Process) -> str:

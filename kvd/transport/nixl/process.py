@@ -10,7 +10,6 @@ without it.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import select
@@ -23,15 +22,16 @@ from typing import Any, Final
 
 import msgspec
 
+from kvd import foreign
 from kvd.errors import BadRequest, ErrorCode, refusal
 from kvd.memory.mapping import Mapping
 from kvd.net.stream import Frame, FrameStream
+from kvd.processes import die_with
 from kvd.transport.interface import Deregistered, Described, PeerAdded, Registered, RegisterFailed
 from kvd.transport.nixl import messages
 from kvd.transport.nixl.agent_loop import AgentLoop
 from kvd.transport.nixl.ucx import UcxEndpoints, failures_of, load_nixl, open_agent
 
-_PR_SET_PDEATHSIG: Final = 1
 _METHODS: Final[dict[type[messages.Command], str]] = {
     messages.Deregister: "deregister",
     messages.Describe: "describe",
@@ -109,26 +109,14 @@ class _Link:
         else:
             self.loop.register(command.pool, command.base, command.size, mapping, command.hidden)
         finally:
-            _close(descriptors)
+            foreign.close(descriptors)
 
     def _read(self, command: messages.Read, descriptors: tuple[int, ...]) -> None:
         try:
             request = messages.request_of(command, descriptors)
         finally:
-            _close(descriptors)
+            foreign.close(descriptors)
         self.loop.read(request)
-
-
-def _close(descriptors: tuple[int, ...]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when its daemon dies; it ends with its socket, too, unless it hangs."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
 
 
 def _open(agent: str, link: _Link) -> Any:
@@ -147,7 +135,7 @@ def _open(agent: str, link: _Link) -> Any:
 
 def main(agent: str, parent: int) -> None:
     """Serves until the daemon ends."""
-    _die_with(parent)
+    die_with(parent)()  # it ends with its socket, too, unless it hangs
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what they ask for is the daemon's to do
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold the pools, and strangers decide when
