@@ -111,7 +111,7 @@ class Mapping:
 
     def _advise(self, offset: int, length: int, advice: int) -> None:
         if _libc.madvise(self.base + offset, length, advice) != 0:
-            raise _last_error("madvise")
+            raise last_error("madvise")
 
 
 def give_back(descriptor: int, length: int) -> None:
@@ -122,7 +122,7 @@ def give_back(descriptor: int, length: int) -> None:
 
     """
     if _libc.fallocate(descriptor, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, 0, length) != 0:
-        raise _last_error("fallocate")
+        raise last_error("fallocate")
 
 
 def _map_aligned(descriptor: int, length: int, protection: int) -> int:
@@ -143,15 +143,16 @@ def _map_aligned(descriptor: int, length: int, protection: int) -> int:
 def _map(address: int, length: int, protection: int, flags: int, descriptor: int) -> int:
     result: int = _libc.mmap(address or None, length, protection, flags, descriptor, 0)
     if result == _FAILED:
-        raise _last_error("mmap")
+        raise last_error("mmap")
     return result
 
 
 def _unmap(start: int, end: int) -> None:
     if _libc.munmap(start, end - start) != 0:
-        raise _last_error("munmap")
+        raise last_error("munmap")
 
 
-def _last_error(call: str) -> OSError:
+def last_error(call: str) -> OSError:
+    """What the C library said of this call of its, the thread's last."""
     number = ctypes.get_errno()
     return OSError(number, f"{call}: {os.strerror(number)}")

@@ -49,15 +49,11 @@ _CARRIERS: Final = {
 
 def kind_of(path: str) -> Kind:
     """The best kind among the transports of `path`."""
-    transports = _transports(path)
+    transports = {entry.partition("/")[0] for entry in path.split()}
     for kind, prefixes in _PREFIXES:
         if any(transport.startswith(prefixes) for transport in transports):
             return kind
     return Kind.UNKNOWN
-
-
-def _transports(path: str) -> set[str]:
-    return {entry.partition("/")[0] for entry in path.split()}
 
 
 def how_read(path: str) -> str:

@@ -186,10 +186,13 @@ class Reads:
             self._emit(ReadFailed(asked.read, f"{whose} no pool at {base:#x}"))
             return
         request = replace(asked, local_base=here, remote_base=there)
-        if self._slices.add(request):
-            self._open(request, peer)
-        else:
+        if not self._slices.add(request):
             self._emit(Landed(request.read, 0.0))
+            return
+        if request.read in self._reads:
+            raise refusal(ErrorCode.INTERNAL, f"read {request.read} was asked for twice")
+        self._reads[request.read] = _Read(request, peer, PreparedRead(self._nixl, request))
+        peer.reads.add(request.read)
 
     def abort(self, read: int) -> None:
         """Drops what is not posted."""
@@ -210,14 +213,6 @@ class Reads:
         if not self._posted:
             for agent in agents:
                 self.peers.disconnect(agent)
-
-    def _open(self, request: ReadRequest, peer: Peer) -> _Read:
-        if request.read in self._reads:
-            raise refusal(ErrorCode.INTERNAL, f"read {request.read} was asked for twice")
-        read = _Read(request, peer, PreparedRead(self._nixl, request))
-        self._reads[request.read] = read
-        peer.reads.add(request.read)
-        return read
 
     # --- posts ------------------------------------------------------------------------------------------------------
 

@@ -264,7 +264,7 @@ class NixlTransport:
         if asked:
             self._on_event(event)
         if anew and not self._missing:
-            self._up()
+            self._on_event(NetworkUp(self._metadata))
         return anew or asked
 
     def _register_failed(self, event: RegisterFailed) -> bool:
@@ -310,10 +310,7 @@ class NixlTransport:
         for agent, peer_metadata in joining.items():
             self._load(agent, peer_metadata)
         if not self._missing:
-            self._up()
-
-    def _up(self) -> None:
-        self._on_event(NetworkUp(self._metadata))
+            self._on_event(NetworkUp(self._metadata))
 
 
 def _strike_off(item: T, awaited: set[T]) -> bool:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from kvd.plan import Descriptors
     from kvd.protocol.export import ExportedPool
     from kvd.transport.samehost.gpu import Gpu, SmallCopies
-    from kvd.transport.samehost.lent import MappedPool
 
 _log = structlog.get_logger("kvd.transport")
 

@@ -25,7 +25,7 @@ from kvd.net.local.listener import is_scarce
 from kvd.net.stream import no_descriptor
 from kvd.protocol.export import ExportedPool
 from kvd.transport.samehost.copies import Memory
-from kvd.transport.samehost.process_memory import copy
+from kvd.transport.samehost.process_memory import check_copied, copy
 from kvd.transport.slices import U64
 
 MapPool = Callable[[ExportedPool, int], "MappedPool"]
@@ -107,13 +107,4 @@ def copy_lent(lent: Memory, target: U64, source: U64, length: U64) -> None:
         target, source, length = target[~small], source[~small], length[~small]
     offset = source - np.uint64(lent.address)
     for to, at, size in zip(target.tolist(), offset.tolist(), length.tolist(), strict=True):
-        _read(lent.file, to, size, at)
-
-
-def _read(file: int, target: int, size: int, offset: int) -> None:
-    done = _libc.pread(file, target, size, offset)
-    if done < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"pread: {os.strerror(number)}")
-    if done != size:
-        raise OSError(errno.EFAULT, f"pread: {done} of {size} bytes could be copied")
+        check_copied("pread", _libc.pread(lent.file, to, size, at), size)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvd.memory.mapping import last_error
 from kvd.net.unix import credentials, peer_pidfd, readable
 from kvd.transport.slices import U64
 
@@ -91,12 +92,20 @@ class ProcessMemory:
 
 def _read(pid: int, local: int, remote: int, pieces: int, size: int) -> None:
     """Copies the `pieces` at the address `remote`, of process `pid`, to those at `local`, of this one."""
-    done = _libc.process_vm_readv(pid, local, pieces, remote, pieces, 0)
+    check_copied("process_vm_readv", _libc.process_vm_readv(pid, local, pieces, remote, pieces, 0), size)
+
+
+def check_copied(call: str, done: int, size: int) -> None:
+    """Checks what a call that copies has returned.
+
+    Raises:
+        OSError: it failed, or copied less than `size` bytes.
+
+    """
     if done < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"process_vm_readv: {os.strerror(number)}")
+        raise last_error(call)
     if done != size:
-        raise OSError(errno.EFAULT, f"process_vm_readv: {done} of {size} bytes could be copied")
+        raise OSError(errno.EFAULT, f"{call}: {done} of {size} bytes could be copied")
 
 
 def _vector(address: U64, length: U64) -> U64:
