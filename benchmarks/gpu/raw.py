@@ -17,9 +17,8 @@ from kvd.bench.gpu import SIZES
 from kvd.bench.raw import RawAgent
 from kvd.bench.spec import pattern
 from kvd.cuda.copies import copy
-from kvd.cuda.device import device
+from kvd.cuda.device import Stream, device
 from kvd.cuda.driver import call
-from kvd.cuda.streams import Stream
 from kvd.limits import KIB, MIB
 from kvd.plan import Descriptors
 

@@ -13,10 +13,9 @@ import sys
 import time
 from typing import Any
 
-from kvd.cuda.device import device
+from kvd.cuda.device import Stream, device
 from kvd.cuda.driver import call
 from kvd.cuda.memory import Mapping
-from kvd.cuda.streams import Stream
 from kvd.limits import GIB, MIB
 
 WATCH_SECONDS = 0.5

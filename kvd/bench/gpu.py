@@ -19,9 +19,8 @@ from kvd.bench.spec import flat_spec, pattern, tokens_of
 from kvd.client import Blocks, Cancelled, Done, Failed, Worker
 from kvd.client.events import Event
 from kvd.cuda.copies import copy
-from kvd.cuda.device import Device, device
+from kvd.cuda.device import Device, Stream, device
 from kvd.cuda.memory import Mapping
-from kvd.cuda.streams import Stream
 from kvd.errors import ErrorCode, refusal
 from kvd.limits import KIB, MIB
 from kvd.processes import Child, Processes

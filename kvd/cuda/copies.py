@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.cuda.device import Device
+from kvd.cuda.device import Device, Stream
 from kvd.cuda.driver import api, call, check
-from kvd.cuda.streams import Stream
 from kvd.errors import DeviceError, ErrorCode, refusal
 
 Words = NDArray[np.uint64]

@@ -1,13 +1,17 @@
-"""The GPUs that this process sees: by ordinal, which CUDA_VISIBLE_DEVICES changes, and by UUID, which nothing does."""
+"""The GPUs that this process sees: by ordinal, which CUDA_VISIBLE_DEVICES changes, and by UUID, which nothing does.
+
+And streams of work for them.
+"""
 
 import contextlib
 import functools
 import os
 from collections.abc import Iterator
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 from uuid import UUID
 
-from kvd.cuda.driver import api, call
+from kvd.cuda.driver import api, call, check
 from kvd.errors import DeviceError, ErrorCode, refusal
 
 _EXCLUSIVE = "another process than the daemon could not use the GPU; `nvidia-smi -c DEFAULT`"
@@ -111,3 +115,49 @@ def device_of(uuid: str) -> Device:
 def _visible() -> str:
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     return "CUDA_VISIBLE_DEVICES is not set" if value is None else f"CUDA_VISIBLE_DEVICES={value!r}"
+
+
+class Stream:
+    """Does what is put into it in order, beside all other streams. The device must be `current` in the thread."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.handle: Any = call("cuStreamCreate", api().CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+    def zero(self, address: int, length: int) -> None:
+        """Zeroes `length` bytes of the GPU."""
+        call("cuMemsetD8Async", address, 0, length, self.handle)
+
+    def is_idle(self) -> bool:
+        """Whether all is done.
+
+        Raises:
+            DeviceError: some of it failed.
+
+        """
+        (result,) = api().cuStreamQuery(self.handle)
+        if result.name == "CUDA_ERROR_NOT_READY":
+            return False
+        check(result, "cuStreamQuery")
+        return True
+
+    def synchronize(self) -> None:
+        """Waits until all is done, without holding up other threads.
+
+        Raises:
+            DeviceError: some of it failed.
+
+        """
+        call("cuStreamSynchronize", self.handle)
+
+    def close(self) -> None:
+        """Destroys the stream; what is in it is still done."""
+        call("cuStreamDestroy", self.handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

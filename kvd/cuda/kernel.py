@@ -12,9 +12,8 @@ from typing import Final
 import numpy as np
 
 from kvd.cuda.copies import Words
-from kvd.cuda.device import Device
+from kvd.cuda.device import Device, Stream
 from kvd.cuda.driver import call
-from kvd.cuda.streams import Stream
 from kvd.limits import KIB
 
 _THREADS: Final = 256

@@ -15,9 +15,8 @@ from functools import cache
 from typing import Any, Final, Self
 
 from kvd import foreign
-from kvd.cuda.device import Device
+from kvd.cuda.device import Device, Stream
 from kvd.cuda.driver import api, call
-from kvd.cuda.streams import Stream
 from kvd.errors import ErrorCode, refusal
 
 

@@ -1,4 +1,4 @@
-"""Between the threads of transports and the daemon's loop: events on their way to it, and calls on its thread."""
+"""Between the threads of transports and the daemon's loop: events and results on their way to it, calls there."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
+import structlog
+
+from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.transport.interface import Event
 
 T = TypeVar("T")
+
+_log = structlog.get_logger("kvd.transport")
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
@@ -28,6 +33,17 @@ def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
         return call()
 
     return asyncio.run_coroutine_threadsafe(made(), loop).result()
+
+
+def outcome(ended: asyncio.Future[T], what: str, **context: str) -> T | KvdError:
+    """What a thread returned, or why it returned nothing; what it should not have raised is logged, as `what`."""
+    error = ended.exception()
+    if error is None:
+        return ended.result()
+    if isinstance(error, KvdError):
+        return error
+    _log.error(what, **context, exc_info=error)
+    return refusal(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log")
 
 
 class Outbox:

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.cuda.device import device
+from kvd.cuda.device import Stream, device
 from kvd.cuda.kernel import CopyKernel, CopyTable
 from kvd.cuda.memory import Mapping
-from kvd.cuda.streams import Stream
 from kvd.errors import DeviceError
 from kvd.limits import KIB, MIB
 from tests.cuda.ptx import Program

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from kvd.cuda import copies
-from kvd.cuda.device import device
+from kvd.cuda.device import Stream, device
 from kvd.cuda.memory import Mapping, granule
-from kvd.cuda.streams import Stream
 from kvd.errors import DeviceError, InternalError
 from tests.standin.driver import live, work
 from tests.support.gpu import over_standin

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 import kvd.cuda.device
 from kvd import limits
-from kvd.cuda import driver, kernel, streams
+from kvd.cuda import driver, kernel
 from kvd.cuda.copies import pin
 from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping
@@ -87,7 +87,7 @@ def test_a_read_does_not_end_if_the_driver_cannot_tell_whether_its_bytes_have_la
         sides = [msgspec.structs.replace(memory, address=side.base) for side in (source, target)]
         threads = CopyThreads(1, events.put)
         threads.start()
-        with patch.object(streams, "call", call), patch.object(kvd.cuda.device, "call", call):
+        with patch.object(kvd.cuda.device, "call", call):
             request = ReadRequest(1, "peer", target.base, source.base, Descriptors(ONE, ONE, ALL))
             threads.add(Read(request, *sides, lambda _address: 0, copy))
             ended = events.get(timeout=MOMENT)

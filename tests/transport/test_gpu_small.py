@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvd.cuda.device
-from kvd.cuda import driver, kernel, streams
+from kvd.cuda import driver, kernel
 from kvd.cuda.device import device
 from kvd.errors import DeviceError, ErrorCode
 from kvd.limits import KIB
@@ -205,11 +205,11 @@ def test_nor_does_one_that_began_before_the_peers_pools_were_imported_again():
     asyncio.run(check())
 
 
-def failing(name, error):
-    """The driver, whose call `name` fails."""
+def failing(error, *names):
+    """The driver, whose calls `names` fail."""
 
     def call(called, *arguments):
-        if called == name:
+        if called in names:
             raise error
         return driver.call(called, *arguments)
 
@@ -224,7 +224,7 @@ LOST = DeviceError(ErrorCode.NO_DEVICE, "the GPU is lost", "CUDA_ERROR_LAUNCH_FA
 def test_a_small_read_does_not_end_if_the_driver_cannot_tell_whether_it_has_landed_but_the_transport_does():
     async def check():
         async with two_sides() as sides:
-            with HASTY, patch.object(streams, "call", failing("cuStreamSynchronize", UNKNOWN)):
+            with HASTY, patch.object(kvd.cuda.device, "call", failing(UNKNOWN, "cuStreamSynchronize")):
                 sides.read(1, 5)
                 died = await sides.heard(TransportDied | Landed | ReadFailed)
                 assert isinstance(died, TransportDied)
@@ -251,7 +251,7 @@ def test_a_small_read_fails_with_the_gpu_and_the_transport_ends():
 def test_a_small_read_that_the_driver_refuses_fails_and_the_next_one_is_copied():
     async def check():
         async with two_sides() as sides:
-            with patch.object(kernel, "call", failing("cuLaunchKernel", UNKNOWN)):
+            with patch.object(kernel, "call", failing(UNKNOWN, "cuLaunchKernel")):
                 sides.read(1, 5)
                 assert "the driver cannot tell" in (await sides.heard(ReadFailed | Landed)).reason
             sides.read(2, 5)
@@ -295,14 +295,13 @@ async def check_death(reason, *causes):
 
 @over_standin(hold=0)
 def test_a_small_read_does_not_end_if_the_driver_fails_when_it_is_waited_for_but_the_transport_does():
-    calls = patch.object(kvd.cuda.device, "call", failing("cuCtxPopCurrent", UNKNOWN))
-    waits = patch.object(streams, "call", failing("cuStreamSynchronize", UNKNOWN))
-    asyncio.run(check_death("what the GPU was told may still land", HASTY, calls, waits))
+    calls = patch.object(kvd.cuda.device, "call", failing(UNKNOWN, "cuCtxPopCurrent", "cuStreamSynchronize"))
+    asyncio.run(check_death("what the GPU was told may still land", HASTY, calls))
 
 
 @over_standin(hold=0)
 def test_a_small_read_does_not_end_if_the_driver_fails_before_it_is_asked_but_the_transport_does():
-    launch, fails = SmallCopies.launch, patch.object(kvd.cuda.device, "call", failing("cuCtxPushCurrent", UNKNOWN))
+    launch, fails = SmallCopies.launch, patch.object(kvd.cuda.device, "call", failing(UNKNOWN, "cuCtxPushCurrent"))
 
     def launched(*arguments):
         launch(*arguments)
@@ -329,7 +328,7 @@ def test_where_no_thread_can_be_had_to_wait_for_the_gpu_the_transport_ends():
 def test_a_gpu_that_is_lost_before_the_first_small_read_ends_the_read_and_the_transport():
     async def check():
         async with two_sides() as sides:
-            with patch.object(streams, "call", failing("cuStreamCreate", LOST)):
+            with patch.object(kvd.cuda.device, "call", failing(LOST, "cuStreamCreate")):
                 sides.read(1, 5)
                 assert "the GPU is lost" in (await sides.heard(ReadFailed | Landed)).reason
                 await sides.heard(TransportDied)
@@ -342,7 +341,7 @@ def test_without_memory_for_a_table_small_reads_are_copied_by_threads_and_no_str
     async def check():
         none = DeviceError(ErrorCode.OVERLOADED, "none left", "CUDA_ERROR_OUT_OF_MEMORY")
         async with two_sides() as sides:
-            with patch.object(kernel, "call", failing("cuMemHostAlloc", none)):
+            with patch.object(kernel, "call", failing(none, "cuMemHostAlloc")):
                 sides.read(1, 5)
                 await sides.heard(Landed)
         assert live()["streams"] == 0

@@ -16,10 +16,9 @@ import structlog
 
 from kvd import limits
 from kvd.cuda.copies import copy, pin, unpin
-from kvd.cuda.device import Device, device_of
+from kvd.cuda.device import Device, Stream, device_of
 from kvd.cuda.kernel import CopyKernel, CopyTable
 from kvd.cuda.memory import Mapping, check_export
-from kvd.cuda.streams import Stream
 from kvd.errors import DeviceError, ErrorCode, KvdError, refusal
 from kvd.protocol.export import ExportedPool
 from kvd.transport.samehost.copies import SMALL_DESCRIPTORS, Memory

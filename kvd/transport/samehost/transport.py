@@ -33,7 +33,7 @@ from kvd.transport.interface import (
     RegisterFailed,
     TransportDied,
 )
-from kvd.transport.on_loop import Outbox, on_loop
+from kvd.transport.on_loop import Outbox, on_loop, outcome
 from kvd.transport.samehost.copies import CopyThreads, Memory, Read
 from kvd.transport.samehost.devices import Devices, Mappings
 from kvd.transport.samehost.exporter import Exporter
@@ -195,24 +195,17 @@ class SameHostTransport:
     def _imported(self, agent: str, metadata: bytes, attempt: object, importing: asyncio.Future[ImportedPools]) -> None:
         if importing.cancelled():
             return
-        error = importing.exception()
+        imported = outcome(importing, "an import failed", agent=agent)
         current = self._importing.get(agent) is attempt and not self._stopped
         if current:
             del self._importing[agent]
-        if error is None:
-            pools = importing.result()
+        if isinstance(imported, ImportedPools):
             if current:
-                self._add(agent, metadata, pools)
+                self._add(agent, metadata, imported)
             else:
-                pools.hang_up()
-            return
-        reason = f"internal {type(error).__name__}; see the daemon's log"
-        if isinstance(error, KvdError):
-            reason = error.text
-        else:
-            _log.error("an import failed", agent=agent, exc_info=error)
-        if current:
-            self._lose(agent, reason)
+                imported.hang_up()
+        elif current:
+            self._lose(agent, imported.text)
 
     def _add(self, agent: str, metadata: bytes, pools: ImportedPools) -> None:
         self._forget(agent)

@@ -13,9 +13,10 @@ import numpy as np
 import structlog
 
 from kvd import limits
-from kvd.errors import DeviceError, ErrorCode, KvdError, refusal
+from kvd.errors import DeviceError, KvdError
 from kvd.memory.memfd import MemfdPool, MemfdProvider
 from kvd.transport.interface import Network, Region
+from kvd.transport.on_loop import outcome
 from kvd.transport.slices import U64
 from kvd.transport.staged.arena import Buffers, Bytes, HostMemory
 from kvd.transport.staged.transport import StagedTransport
@@ -105,16 +106,9 @@ class Gpu:
 
 
 def _tell(done: Callable[[T | KvdError], None], running: asyncio.Future[T]) -> None:
-    if running.cancelled():
-        return
-    error = running.exception()
-    if error is None:
-        done(running.result())
-    elif isinstance(error, KvdError):
-        done(error)
-    else:
-        _log.error("a thread of staging failed", exc_info=error)
-        done(refusal(ErrorCode.INTERNAL, f"internal {type(error).__name__}; see the daemon's log"))
+    if not running.cancelled():
+        ended = outcome(running, "a thread of staging failed")
+        done(ended)
 
 
 def _log_failure(error: KvdError | None) -> None:
