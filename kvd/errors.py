@@ -8,6 +8,8 @@ Whose fault it is follows from the `ErrorCode`: `refusal` makes the error for on
 which `error_from_code` makes the same error again. Codes are part of the protocol: only append.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import ClassVar
 
@@ -134,3 +136,13 @@ def error_from_code(code: str, text: str) -> KvdError:
 def describe(error: BaseException) -> str:
     """An exception as logs may show it: with its text only if that is kvd's, which quotes no messages."""
     return f"{type(error).__name__}: {error.text}" if isinstance(error, KvdError) else type(error).__name__
+
+
+@contextmanager
+def on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` if something is raised inside the `with`, and lets that pass."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise

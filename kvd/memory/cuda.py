@@ -6,12 +6,13 @@ has unmapped them.
 """
 
 import os
+from functools import partial
 from typing import Final
 
 from kvd import foreign
 from kvd.cuda.device import device
 from kvd.cuda.memory import MARK_BYTES, Mapping, check_export, export_kind, granule, is_pool, mark
-from kvd.errors import BadRequest, DeviceError, ErrorCode, NoMemory, Unavailable, refusal
+from kvd.errors import DeviceError, ErrorCode, NoMemory, on_error, refusal
 
 _NO_EXPORT: Final = frozenset(
     f"CUDA_ERROR_{name}"
@@ -111,13 +112,10 @@ class CudaProvider:
                 "stop what uses the rest, wait for `pool_linger`, or give the engine a smaller cache"
             )
             raise NoMemory(text, max(1, length - free)) from error
-        try:
+        with on_error(mapping.close):
             mapping.zero()
             mark(mapping, size)
             return CudaPool(mapping, mapping.export(), size)
-        except Unavailable:
-            mapping.close()
-            raise
 
     def adopt(self, descriptor: int, size: int) -> CudaPool:
         """The pool of `size` bytes behind `descriptor`, with its bytes. Closes `descriptor` if it refuses.
@@ -127,11 +125,8 @@ class CudaProvider:
             Unavailable: `NO_DEVICE`, the GPU does not work.
 
         """
-        try:
+        with on_error(partial(foreign.close, (descriptor,))):
             mapping = self._import(descriptor, size)
-        except (BadRequest, Unavailable):
-            foreign.close((descriptor,))
-            raise
         foreign.kept(descriptor)
         return CudaPool(mapping, descriptor, size)
 
@@ -144,11 +139,8 @@ class CudaProvider:
                 raise
             text = f"no pool of {size} bytes on {self._device} ({error.text}): give back the descriptor that kvd lent"
             raise refusal(ErrorCode.BAD_POOL, text) from error
-        try:
+        with on_error(mapping.close):
             self._check(mapping, size)
-        except (BadRequest, Unavailable):
-            mapping.close()
-            raise
         return mapping
 
     def _check(self, mapping: Mapping, size: int) -> None:

@@ -12,11 +12,12 @@ import os
 import threading
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from typing import Final
 from weakref import WeakSet
 
 from kvd import foreign
-from kvd.errors import BadRequest, ErrorCode, NoMemory, Unavailable, refusal
+from kvd.errors import ErrorCode, NoMemory, on_error, refusal
 from kvd.memory.mapping import HUGE_PAGE, Mapping, give_back
 from kvd.memory.room import Room
 
@@ -62,11 +63,8 @@ class MemfdPool:
         """Maps the pool at another address, see `Memory`."""
         try:
             mapping = Mapping(self.descriptor, self._mapping.length)
-            try:
+            with on_error(mapping.close):
                 mapping.populate()
-            except OSError:
-                mapping.close()
-                raise
         except OSError as error:
             raise refusal(ErrorCode.OVERLOADED, f"the pool cannot be mapped anew: {error}") from error
         old, self._mapping = self._mapping, mapping  # first: if blanking fails, nobody knows what is at the old address
@@ -149,7 +147,7 @@ class MemfdProvider:
             Unavailable: `OVERLOADED`, it cannot be faulted in.
 
         """
-        try:
+        with on_error(partial(foreign.close, (descriptor,))):
             _check(descriptor, size)
             foreign.kept(descriptor)
             try:
@@ -157,17 +155,11 @@ class MemfdProvider:
             except OSError as error:
                 raise refusal(ErrorCode.BAD_POOL, f"the descriptor cannot be mapped writable: {error}") from error
             try:
-                _fault_in(mapping, huge=self._backing is not Backing.PLAIN)
-                return self._added(MemfdPool(descriptor, mapping, size))
+                with on_error(mapping.close):
+                    _fault_in(mapping, huge=self._backing is not Backing.PLAIN)
+                    return self._added(MemfdPool(descriptor, mapping, size))
             except OSError as error:
-                mapping.close()
                 raise refusal(ErrorCode.OVERLOADED, f"the pool cannot be faulted in: {error}") from error
-            except BadRequest:
-                mapping.close()
-                raise
-        except (BadRequest, Unavailable):
-            foreign.close((descriptor,))
-            raise
 
     def _added(self, pool: MemfdPool) -> MemfdPool:
         """The pool, if its file is no other's: what is lent twice, importers would take for an attack."""
@@ -184,22 +176,16 @@ def _create(
 ) -> MemfdPool:
     kind = os.MFD_HUGETLB | os.MFD_HUGE_2MB if hugetlb else 0
     descriptor = os.memfd_create(f"kvd:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | kind)
-    try:
+    with on_error(partial(os.close, descriptor)):
         if count is not None:
             count(descriptor)
         os.ftruncate(descriptor, _file_length(size))
         os.fchmod(descriptor, 0o400)  # a peer that gets a read-only descriptor cannot open it again for writing
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
         mapping = Mapping(descriptor, _file_length(size))
-        try:
+        with on_error(mapping.close):
             _fault_in(mapping, huge=huge)
             return MemfdPool(descriptor, mapping, size)
-        except OSError:
-            mapping.close()
-            raise
-    except OSError:
-        os.close(descriptor)
-        raise
 
 
 def _fault_in(mapping: Mapping, *, huge: bool) -> None:

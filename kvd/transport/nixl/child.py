@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvd import foreign
-from kvd.errors import KvdError, Unavailable
+from kvd.errors import KvdError, Unavailable, on_error
 from kvd.net.stream import Frame, FrameStream
 from kvd.net.unix import ReadWatch, readable, take_descriptors
 from kvd.processes import how_ended
@@ -40,7 +40,7 @@ class Child:
     def __init__(self, agent: str, held: tuple[int, ...]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         command = [sys.executable, "-m", "kvd.transport.nixl.process", agent, str(os.getpid())]
-        try:
+        with theirs, on_error(ours.close):
             self._process = subprocess.Popen(  # noqa: S603 - the command is ours
                 command,
                 stdin=theirs.fileno(),
@@ -48,11 +48,6 @@ class Child:
                 env=environment_of(os.environ),
                 process_group=0,  # Ctrl-C reaches the daemon alone; a session of its own may have its own weight
             )
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
         self.pid = self._process.pid
         self._socket = ours
         self._stream = FrameStream(ours, owner=None if take_descriptors(ours, take=False) else _OWNER)

@@ -10,6 +10,7 @@ import mmap
 import os
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Final
 
 import msgspec
@@ -17,6 +18,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from kvd import limits
+from kvd.errors import on_error
 from kvd.plan import Descriptors
 from kvd.protocol.codec import Decoder
 from kvd.protocol.types import Text
@@ -207,13 +209,9 @@ def read_command(request: ReadRequest) -> tuple[Read, tuple[int, ...]]:
     if small:
         return asked, ()
     memfd = os.memfd_create("kvd-descriptors", os.MFD_CLOEXEC)
-    try:
-        with open(memfd, "wb", closefd=False) as file:
-            for column in columns:
-                file.write(column.data)
-    except OSError:
-        os.close(memfd)
-        raise
+    with on_error(partial(os.close, memfd)), open(memfd, "wb", closefd=False) as file:
+        for column in columns:
+            file.write(column.data)
     return asked, (memfd,)
 
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from kvd import foreign
-from kvd.errors import BadRequest, ErrorCode, refusal
+from kvd.errors import BadRequest, ErrorCode, on_error, refusal
 from kvd.memory.mapping import Mapping
 from kvd.net.stream import Frame, FrameStream
 from kvd.processes import die_with
@@ -97,11 +97,8 @@ class _Link:
         try:
             (descriptor,) = descriptors
             mapping = Mapping(descriptor, command.length)
-            try:
+            with on_error(mapping.close):
                 mapping.populate()
-            except OSError:
-                mapping.close()
-                raise
         except OSError as error:
             self.emit(
                 RegisterFailed(command.pool, f"the transport's process cannot map {command.length} bytes: {error}")

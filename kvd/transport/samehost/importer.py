@@ -10,7 +10,7 @@ import time
 from typing import Final
 
 from kvd import foreign, limits
-from kvd.errors import ErrorCode, error_from_code, refusal
+from kvd.errors import ErrorCode, error_from_code, on_error, refusal
 from kvd.net.stream import Frame, FrameStream, no_descriptor
 from kvd.net.unix import credentials, readable
 from kvd.protocol.address import POOLS, export_path, is_unix
@@ -226,23 +226,19 @@ def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:
     stream = FrameStream(connected, _FRAME_BYTES, owner=uid)
     pools = ImportedPools(stream)
     try:
-        foreign.check(uid)
-        with contextlib.suppress(OSError):  # without it stamps cannot be read, and proofs go by message
-            pools.process = ProcessMemory(connected)
-        stream.send(encode(Import(address.token)))
-        while True:
-            frames = _next_frames(stream, deadline)
-            came = time.monotonic()
-            if _complete(pools, frames, map_pool):
-                break
-            deadline += time.monotonic() - came  # what mapping takes is not the exporter's delay
+        with on_error(pools.hang_up):
+            foreign.check(uid)
+            with contextlib.suppress(OSError):  # without it stamps cannot be read, and proofs go by message
+                pools.process = ProcessMemory(connected)
+            stream.send(encode(Import(address.token)))
+            while True:
+                frames = _next_frames(stream, deadline)
+                came = time.monotonic()
+                if _complete(pools, frames, map_pool):
+                    return pools
+                deadline += time.monotonic() - came  # what mapping takes is not the exporter's delay
     except OSError as error:
-        pools.hang_up()
         raise refusal(ErrorCode.TRANSPORT, f"{address.path}: the daemon hung up ({error})") from error
-    except BaseException:
-        pools.hang_up()
-        raise
-    return pools
 
 
 def _connect(connected: socket.socket, path: str, deadline: float) -> None:
