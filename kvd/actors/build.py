@@ -113,6 +113,7 @@ def build_actors(context: ActorContext, dependencies: Dependencies) -> Actors:
             refused=lambda number, error: call(gateway.connections.attach_refused, number, error),
             renewed=sessions.renew,
             released=lambda number: call(gateway.connections.process_released, number),
+            discard=worker_port.discard,
         ),
         leased=lambda: leases.offers.leased_pools(),  # noqa: PLW0108 - made below
     )

@@ -85,10 +85,6 @@ class CudaProvider:
         """Bytes of memory that a pool of `size` bytes takes: with its mark, in whole granules (2 MiB)."""
         return -(-(size + MARK_BYTES) // self._granule) * self._granule
 
-    def discard(self, descriptor: int) -> None:
-        """Closes a descriptor that is not needed."""
-        foreign.close((descriptor,))
-
     def allocate(self, name: str, size: int) -> CudaPool:
         """A new pool of `size` bytes, zeroed.
 

@@ -75,9 +75,6 @@ class MemoryProvider(Protocol):
 
         """
 
-    def discard(self, descriptor: int) -> None:
-        """Closes a descriptor that a worker sent and that is not needed."""
-
 
 class PoolStore(Protocol):
     """Keeps pools while no daemon runs, for workers that are not running either."""

@@ -104,10 +104,6 @@ class MemfdProvider:
         """Bytes of memory that a pool of `size` bytes takes: whole pages of 2 MiB."""
         return _file_length(size)
 
-    def discard(self, descriptor: int) -> None:
-        """Closes a descriptor that is not needed."""
-        foreign.close((descriptor,))
-
     def allocate(self, name: str, size: int) -> MemfdPool:
         """A new pool of `size` bytes, zeroed, faulted in and sealed.
 

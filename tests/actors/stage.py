@@ -308,9 +308,6 @@ class _Provider:
         self.stage.commands.append(("adopt", descriptor))
         return self.stage.memory
 
-    def discard(self, descriptor):
-        self.stage.discarded.append(descriptor)
-
 
 class _Transport:
     agent, metadata = "d#1", b"meta"

@@ -239,6 +239,3 @@ class PlainProvider:
     def adopt(self, descriptor: int, size: int) -> Any:
         """Nobody kept one."""
         raise NotImplementedError((descriptor, size))
-
-    def discard(self, descriptor: int) -> None:
-        """Nobody sends any."""

@@ -59,7 +59,6 @@ class PoolsActor(Actor):
         self._watchers: list[Watcher] = []
         self._users: dict[str, User] = {}
         self._waits = Waits(self, context, self._users, overdue=self._overdue, expired=self._expired)
-        self._provider = provider
         self.memory = PoolMemory(
             self, context, provider, transport, background=background, store=store, up=self._up, step=self._step
         )
@@ -338,7 +337,7 @@ class PoolsActor(Actor):
 
     def _close_descriptor(self, request: AttachPool) -> None:
         if request.descriptor >= 0:
-            self._provider.discard(request.descriptor)
+            self._workers.discard((request.descriptor,))
 
     def report(self) -> list[PoolStatus]:
         """Each pool's size, memory and state: its part of a status."""

@@ -64,6 +64,8 @@ class Workers(Struct, frozen=True):
     """The pool of an attached worker is registered anew: it has another epoch."""
     released: Callable[[int], None]
     """No pool depends any more on the end of the process that opened this connection."""
+    discard: Callable[[tuple[int, ...]], None]
+    """Closes the descriptors that came with an attach, and are not needed."""
 
 
 class Watcher(Protocol):

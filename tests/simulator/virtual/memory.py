@@ -177,7 +177,3 @@ class SimProvider:
             text = f"no sealed pool of {size} bytes, but {file.size}, or it has ended; attach without it"
             raise BadRequest(ErrorCode.BAD_POOL, text)
         return self._map(descriptor, size)
-
-    def discard(self, descriptor: int) -> None:
-        """Closes an unneeded descriptor."""
-        self.kernel.close(descriptor)
