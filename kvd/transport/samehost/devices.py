@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from kvd import limits
-from kvd.errors import Unavailable
 from kvd.transport.samehost.copies import Copy, Memory
 from kvd.transport.samehost.lent import MappedPool, copy_lent, map_host_pool
 from kvd.transport.slices import SliceBounds
@@ -39,8 +38,6 @@ class Devices:
         self._gpus: dict[str, Gpu] = {}
         """Those that copy, by UUID."""
         self._lock = threading.Lock()
-        self._pinned: dict[int, Gpu] = {}
-        """Who pinned which of our host pools, by address; one thread alone pins and unpins."""
 
     def map_pool(self, pool: ExportedPool, descriptor: int) -> MappedPool:
         """Maps a peer's pool for the GPU of our pools, or else for that of the peer's.
@@ -72,18 +69,12 @@ class Devices:
     def pin(self, identity: str, address: int, length: int) -> None:
         """Lets GPUs copy to a host pool of ours by themselves, if the driver lets us; otherwise it copies twice."""
         gpu = self._gpu(identity)
-        if gpu is None or address in self._pinned:
-            return
-        try:
-            gpu.pin(address, length)
-        except Unavailable as error:
-            _log.warning("a pool cannot be pinned: copies of a GPU into it are slower", reason=error.text)
-        else:
-            self._pinned[address] = gpu
+        if gpu is not None:
+            gpu.try_to_pin(address, length, "a pool cannot be pinned: copies of a GPU into it are slower")
 
-    def unpin(self, address: int) -> None:
+    def unpin(self, identity: str, address: int) -> None:
         """Ends `pin`, before the pool is unmapped."""
-        gpu = self._pinned.pop(address, None)
+        gpu = self._gpu(identity)
         if gpu is not None:
             gpu.unpin(address)
 
@@ -129,7 +120,7 @@ class Mappings:
     def remove(self, base: int) -> Future[None] | None:
         """It ends, and may be unmapped once the result is there; None if it may be now."""
         pinned = self._lengths.pop(base, 0) and self._gpu
-        return self._submit(self._own, partial(self._devices.unpin, base)) if pinned else None
+        return self._submit(self._own, partial(self._devices.unpin, self._gpu, base)) if pinned else None
 
     def pin_for(self, gpu: str) -> None:
         """A peer has pools on the GPU with this UUID. The first that is named copies to all of our host pools."""

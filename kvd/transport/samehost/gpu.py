@@ -6,10 +6,10 @@ Threads wait for what it copies; of small copies within GPUs the loop itself see
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -19,7 +19,7 @@ from kvd.cuda.copies import copy, pin, unpin
 from kvd.cuda.device import Device, Stream, device_of
 from kvd.cuda.kernel import CopyKernel, CopyTable
 from kvd.cuda.memory import Mapping, check_export
-from kvd.errors import DeviceError, ErrorCode, KvdError, refusal
+from kvd.errors import DeviceError, ErrorCode, KvdError, Unavailable, refusal
 from kvd.protocol.export import ExportedPool
 from kvd.transport.samehost.copies import SMALL_DESCRIPTORS, Memory
 from kvd.transport.samehost.lent import MappedPool, map_host_pool
@@ -44,6 +44,8 @@ class Gpu:
         self._own = threading.local()
         """Each thread's stream and table: copies of several threads run beside each other."""
         self._opened: list[Stream | CopyTable] = []
+        self._pinned: set[int] = set()
+        """Addresses of memory that is to be unpinned."""
 
     def copy(self, target: U64, source: U64, length: U64) -> None:
         """Copies `length[i]` bytes from address `source[i]` to `target[i]`; all have landed when it returns.
@@ -75,7 +77,7 @@ class Gpu:
             with _done(self._stream()) as stream:
                 kernel.copy(stream, table, target, source, length)
 
-    @functools.cached_property
+    @cached_property
     def small_copies(self) -> SmallCopies | None:
         """For the thread that asks; None if there is no kernel, or the driver refuses the rest. The log says so."""
         if self._kernel is None:
@@ -108,19 +110,29 @@ class Gpu:
 
         return MappedPool(Memory(mapping.base, min(pool.size, pool.length), pool.device), close)
 
-    def pin(self, address: int, length: int) -> None:
+    def pin(self, address: int, length: int, *, writable: bool = True) -> None:
         """Lets it copy to and from memory of this process by itself, until `unpin` or the end of the process.
 
         Raises:
             DeviceError: the driver refused.
 
         """
-        pin(self._device, address, length, writable=True)
+        pin(self._device, address, length, writable=writable)
+        self._pinned.add(address)
+
+    def try_to_pin(self, address: int, length: int, slower: str, *, writable: bool = True) -> None:
+        """Like `pin`, if the driver lets us; otherwise it copies twice, and the log says that, and what is `slower`."""
+        try:
+            self.pin(address, length, writable=writable)
+        except Unavailable as error:
+            _log.warning(slower, reason=error.text)
 
     def unpin(self, address: int) -> None:
-        """Ends `pin`; copies there must have ended."""
-        with _unless_lost():
-            unpin(self._device, address)
+        """Ends `pin`, if it was; copies there must have ended."""
+        if address in self._pinned:
+            self._pinned.remove(address)
+            with _unless_lost():
+                unpin(self._device, address)
 
     def close(self) -> None:
         """Ends the streams, once no thread copies."""
@@ -129,7 +141,7 @@ class Gpu:
                 opened.close()
         self._opened.clear()
 
-    @functools.cached_property
+    @cached_property
     def _kernel(self) -> CopyKernel | None:
         try:
             return CopyKernel(self._device)
@@ -162,22 +174,14 @@ class Gpu:
         return table
 
     def _pinnable(self, pool: MappedPool, length: int) -> MappedPool:
-        """The pool, to be pinned if the driver lets us; otherwise the driver copies it twice."""
-        address, pinned = pool.memory.address, ExitStack()
-
-        def pin_for_reading() -> None:
-            try:
-                pin(self._device, address, length, writable=False)
-            except DeviceError as error:
-                _log.warning("a peer's pool cannot be pinned: copies to the GPU are slower", reason=error.text)
-            else:
-                pinned.callback(self.unpin, address)
+        """The pool, to be pinned if the driver lets us."""
+        address, slower = pool.memory.address, "a peer's pool cannot be pinned: copies to the GPU are slower"
 
         def close() -> None:
-            pinned.close()
+            self.unpin(address)
             pool.close()
 
-        return MappedPool(pool.memory, close, pin_for_reading)
+        return MappedPool(pool.memory, close, partial(self.try_to_pin, address, length, slower, writable=False))
 
 
 class SmallCopies:

@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 
 from kvd import limits
-from kvd.errors import DeviceError, KvdError
+from kvd.errors import KvdError
 from kvd.memory.memfd import MemfdPool, MemfdProvider
 from kvd.transport.interface import Network, Region
 from kvd.transport.on_loop import outcome
@@ -59,17 +59,11 @@ class Gpu:
         self._gpu = Copies(uuid)
         self._loop = loop
         self._threads = ThreadPoolExecutor(threads, "kvd-stage")
-        self._pinned: set[int] = set()
-        """Addresses of memory that is to be unpinned."""
 
     def pin(self, region: Region) -> None:
         """Lets the GPU copy there by itself, if the driver lets us; otherwise the driver copies twice."""
-        try:
-            self._gpu.pin(region.base, region.length)
-        except DeviceError as error:
-            _log.warning("staging memory cannot be pinned: reads from other hosts are slower", reason=error.text)
-        else:
-            self._pinned.add(region.base)
+        slower = "staging memory cannot be pinned: reads from other hosts are slower"
+        self._gpu.try_to_pin(region.base, region.length, slower)
 
     def allocate(self, size: int, done: Callable[[HostMemory | KvdError], None]) -> None:
         """Makes memory on a thread."""
@@ -85,10 +79,7 @@ class Gpu:
         self._run(partial(self._free, memory), _log_failure)
 
     def _free(self, memory: HostMemory) -> None:
-        base = memory.region.base
-        if base in self._pinned:
-            self._pinned.remove(base)
-            self._gpu.unpin(base)
+        self._gpu.unpin(memory.region.base)
         memory.free()
 
     def copy(self, targets: U64, sources: U64, lengths: U64, done: Callable[[KvdError | None], None]) -> None:
