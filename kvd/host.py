@@ -12,7 +12,7 @@ from kvd import cgroups, limits
 from kvd.errors import ErrorCode, refusal
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_RDMA_DEVICES = Path("/sys/class/infiniband")
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def boot_id() -> str:
@@ -36,9 +36,9 @@ def raise_open_files(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def rdma_devices() -> list[str]:
+def rdma_devices(devices: Path = RDMA_DEVICES) -> list[str]:
     """Names of the kernel's RDMA devices."""
-    return sorted(entry.name for entry in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
+    return sorted(entry.name for entry in devices.iterdir()) if devices.is_dir() else []
 
 
 def cores(own: Path = cgroups.OWN, root: Path = cgroups.ROOT) -> int:
@@ -48,7 +48,7 @@ def cores(own: Path = cgroups.OWN, root: Path = cgroups.ROOT) -> int:
 
 def rdma_ports() -> list[str]:
     """Every port of the RDMA devices, as `device:port`."""
-    found = [(name, port) for name in rdma_devices() for port in (_RDMA_DEVICES / name / "ports").iterdir()]
+    found = [(name, port) for name in rdma_devices() for port in (RDMA_DEVICES / name / "ports").iterdir()]
     return sorted(f"{name}:{port.name}" for name, port in found)
 
 

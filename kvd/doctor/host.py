@@ -10,12 +10,12 @@ from typing import Final
 from kvd import limits
 from kvd.cgroups import ROOT, Quota, processor_group, quotas
 from kvd.doctor import Finding, Level
+from kvd.host import RDMA_DEVICES, rdma_devices
 from kvd.protocol.status import ProcessorStatus
 from kvd.units import size
 
 _PROC = Path("/proc")
 _SHMEM_THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_CLASS = Path("/sys/class/infiniband")
 _VERBS = Path("/dev/infiniband")
 
 
@@ -48,9 +48,9 @@ def check_huge_pages(meminfo: str | None = None, shmem: str | None = None) -> Fi
     return Finding("huge pages", Level.NOTE, text, f"{fix}; or echo advise > {_SHMEM_THP}")
 
 
-def check_rdma(devices: Path = _CLASS, verbs: Path = _VERBS) -> list[Finding]:
+def check_rdma(devices: Path = RDMA_DEVICES, verbs: Path = _VERBS) -> list[Finding]:
     """A finding for each device, or one that says that there is none."""
-    names = sorted(entry.name for entry in devices.iterdir()) if devices.is_dir() else []
+    names = rdma_devices(devices)
     if not names:
         return [Finding("RDMA", Level.NOTE, "no devices: peers on other hosts are reached over TCP")]
     opened = [str(node) for node in sorted(verbs.glob("uverbs*")) if os.access(node, os.R_OK | os.W_OK)]

@@ -147,8 +147,9 @@ class Mappings:
 
     def _unmap(self, mapped: MappedPool) -> None:
         self._mapped.discard(mapped)
-        if self._submit(self._peers, partial(_try_to_unmap, mapped)) is None:
-            _try_to_unmap(mapped)
+        unmap = partial(_attempt, mapped.close, "a pool of a peer is not unmapped")
+        if self._submit(self._peers, unmap) is None:
+            unmap()
 
     def stop(self) -> None:
         """Pins nothing any more, and waits until everything is unmapped that was closed."""
@@ -163,16 +164,13 @@ class Mappings:
             return None if self._stopped else thread.submit(call)
 
     def _try_to_pin(self, pin: Callable[[], None]) -> None:
-        if self._stopped:
-            return
-        try:
-            pin()
-        except Exception as error:  # noqa: BLE001 - nobody waits for it
-            _log.error("pinning a pool failed", exc_info=error)
+        if not self._stopped:
+            _attempt(pin, "pinning a pool failed")
 
 
-def _try_to_unmap(mapped: MappedPool) -> None:
+def _attempt(call: Callable[[], None], failed: str) -> None:
+    """Makes a call that nobody waits for; the log has what it raised, as `failed`."""
     try:
-        mapped.close()
-    except Exception as error:  # noqa: BLE001 - nobody waits for it
-        _log.error("a pool of a peer is not unmapped", exc_info=error)
+        call()
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        _log.error(failed, exc_info=error)
