@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 START_SECONDS: Final = 120.0
@@ -114,18 +113,18 @@ class Child:
         os.close(self.exit)
 
 
-class Processes:
+class Processes(contextlib.ExitStack):
     """Processes that end, last started first, when the `with` block is left."""
 
     def __init__(self, logs: Path) -> None:
+        super().__init__()
         self._logs = logs
-        self._children: list[Child] = []
 
     def start(self, name: str, module: str, *arguments: str, piped: bool = False, within: Sequence[str] = ()) -> Child:
         """Runs a module with this interpreter; `within` is a prefix to the command, such as `nice`."""
         command = [*within, sys.executable, "-m", module, *arguments]
         child = Child.start(name, command, self._logs / f"{name}.log", piped=piped)
-        self._children.append(child)
+        self.callback(child.stop)
         return child
 
     def start_daemon(
@@ -134,15 +133,6 @@ class Processes:
         """Runs `kvd serve` at `socket`; what it logs is JSON, in a file called as `log` says, or as the daemon."""
         arguments = ("--name", name, "--socket", str(socket), "--log-format", "json", *flags)
         return self.start(log or name, "kvd.cli.main", "serve", *arguments, within=within)
-
-    def __enter__(self) -> "Processes":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._children:
-            self._children.pop().stop()
 
 
 def how_ended(status: int) -> str:

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self
 from uuid import UUID
 
@@ -157,7 +156,5 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -51,7 +51,7 @@ class ForkedProcesses(Processes):
     def start(self, name: str, module: str, *arguments: str, piped: bool = False, within: Sequence[str] = ()) -> Child:
         command = [*within, sys.executable, "-m", module, *arguments]
         child = forked(name, command, self._logs / f"{name}.log", piped=piped)
-        self._children.append(child)
+        self.callback(child.stop)
         return child
 
 
