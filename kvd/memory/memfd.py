@@ -204,24 +204,18 @@ def _check(descriptor: int, size: int) -> None:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         status = os.fstat(descriptor)
     except OSError as error:
-        raise refusal(
-            ErrorCode.BAD_POOL, f"the descriptor is no memfd ({error}): give back the one that kvd lent"
-        ) from error
+        text = f"the descriptor is no memfd ({error}): give back the one that kvd lent"
+        raise refusal(ErrorCode.BAD_POOL, text) from error
+    length, present, wanted = status.st_size, status.st_blocks * 512, _file_length(max(size, 0))
     if seals & SEALS != SEALS:
-        raise refusal(
-            ErrorCode.BAD_POOL, f"the memfd has seals {seals:#x}, a pool has {SEALS:#x}: its size could change under us"
-        )
-    length = status.st_size
-    if size <= 0 or length != _file_length(size):
-        raise refusal(
-            ErrorCode.BAD_POOL, f"the memfd has {length} bytes, a pool of {size} has {_file_length(max(size, 0))}"
-        )
-    present = status.st_blocks * 512
-    if present < length:
-        raise refusal(
-            ErrorCode.BAD_POOL,
-            f"the memfd has {present} of its {length} bytes: its pool has ended meanwhile; attach without it",
-        )
+        text = f"the memfd has seals {seals:#x}, a pool has {SEALS:#x}: its size could change under us"
+    elif size <= 0 or length != wanted:
+        text = f"the memfd has {length} bytes, a pool of {size} has {wanted}"
+    elif present < length:
+        text = f"the memfd has {present} of its {length} bytes: its pool has ended meanwhile; attach without it"
+    else:
+        return
+    raise refusal(ErrorCode.BAD_POOL, text)
 
 
 def _file_length(size: int) -> int:

@@ -72,9 +72,8 @@ class Outbox:
 
     def deliver(self) -> None:
         """On the loop: delivers the queued events."""
-        self._woken = (
-            False  # first, so that an event which arrives after the queue was found empty wakes the loop again
-        )
+        # First, so that an event which arrives after the queue was found empty wakes the loop again.
+        self._woken = False
         try:
             while self._events and not self._closed:
                 self._on_event(self._events.popleft())

@@ -309,12 +309,12 @@ async def test_a_process_that_does_not_read_is_refused_more_until_it_has_read(pa
     slow = [FrameStream(connection(path)) for _ in range(limits.MAX_IMPORTS_UNREAD_PER_PROCESS)]
     for stream in slow:
         stream.send(encode(Import(exporter.token())))
-    while len(exporter._unread_of_user) == 0 or exporter._unread_of_user.total() < len(slow):  # noqa: ASYNC110
+    while exporter._unread[os.getuid()] < len(slow):  # noqa: ASYNC110
         await asyncio.sleep(0)
     with pytest.raises(Unavailable, match="4 connections of this process have not read"):
         await imported(path, exporter.token())
     slow[0].close()
-    while exporter._unread_of_user.total() == len(slow):  # noqa: ASYNC110 - nobody announces it
+    while exporter._unread[os.getuid()] == len(slow):  # noqa: ASYNC110 - nobody announces it
         await asyncio.sleep(0)
     (await imported(path, exporter.token())).hang_up()
     for stream in slow[1:]:

@@ -65,11 +65,10 @@ class Exporter:
         self._importers: set[_Importer] = set()
         self._asking: dict[int, dict[_Importer, None]] = {}
         """Those that have not shown a token, by user, the oldest first."""
-        # How many of them there are, and those that have not read what they asked for.
-        self._shares: Counter[Party] = Counter()
-        self._of_user: Counter[int] = Counter()
-        self._unread: Counter[Party] = Counter()
-        self._unread_of_user: Counter[int] = Counter()
+        self._open: Counter[Party | int] = Counter()
+        """How many connections there are, of each process and of each user."""
+        self._unread: Counter[Party | int] = Counter()
+        """Those that have not read what they asked for."""
         self._path = path
         try:
             with created_with(mode):
@@ -139,14 +138,13 @@ class Exporter:
         importer = _Importer(accepted, who, self)
         self._importers.add(importer)
         self._asking.setdefault(who.uid, {})[importer] = None
-        self._shares[who] += 1
-        self._of_user[who.uid] += 1
+        self._open.update((who, who.uid))
 
     def _has_room(self, who: Party) -> bool:
-        own = self._shares[who] if who.process else 0
+        own = self._open[who] if who.process else 0
         if foreign.waiting(who.uid) >= limits.MAX_CLOSING_PER_USER:
             return False
-        within = own < limits.MAX_IMPORTS_PER_PROCESS and self._of_user[who.uid] < limits.MAX_IMPORTS_PER_USER
+        within = own < limits.MAX_IMPORTS_PER_PROCESS and self._open[who.uid] < limits.MAX_IMPORTS_PER_USER
         return within and len(self._importers) < limits.MAX_PEERS
 
     def lend(self, importer: _Importer, token: bytes) -> list[int]:
@@ -162,28 +160,25 @@ class Exporter:
             raise refusal(ErrorCode.NOT_PERMITTED, "the token covers no pool here; say hello again for a new one")
         who = importer.who
         for what, count, bound in (
-            (f"user {who.uid}", self._unread_of_user[who.uid], limits.MAX_IMPORTS_UNREAD),
+            (f"user {who.uid}", self._unread[who.uid], limits.MAX_IMPORTS_UNREAD),
             ("this process", self._unread[who] if who.process else 0, limits.MAX_IMPORTS_UNREAD_PER_PROCESS),
         ):
             if count >= bound:
                 text = f"{count} connections of {what} have not read the pools that they asked for; try again later"
                 raise refusal(ErrorCode.OVERLOADED, text)
         self._asks_no_more(importer)
-        self._unread[who] += 1
-        self._unread_of_user[who.uid] += 1
+        self._unread.update((who, who.uid))
         return sorted(covered & self._exports.keys())
 
     def taken(self, importer: _Importer) -> None:
         """It has read what it asked for, or is gone."""
-        self._unread -= Counter([importer.who])
-        self._unread_of_user -= Counter([importer.who.uid])
+        self._unread -= Counter((importer.who, importer.who.uid))
 
     def left(self, importer: _Importer) -> None:
         """A connection is closed."""
         self._importers.remove(importer)
         self._asks_no_more(importer)
-        self._shares -= Counter([importer.who])
-        self._of_user -= Counter([importer.who.uid])
+        self._open -= Counter((importer.who, importer.who.uid))
 
     def _asks_no_more(self, importer: _Importer) -> None:
         asking = self._asking.get(importer.who.uid, {})
