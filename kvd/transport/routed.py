@@ -57,6 +57,8 @@ class RoutedTransport:
     """`kvd.transport.interface.Transport` over two of the same agent, none started; without a network it has none."""
 
     def __init__(self, same_host: Transport, network: Transport | None) -> None:
+        self.agent = same_host.agent
+        """The name under which peers add this agent."""
         self._same_host = same_host
         self._network = network
         self._near: set[str] = set()
@@ -68,11 +70,6 @@ class RoutedTransport:
         self._described: dict[tuple[int, ...], bytes] = {}
         """What the network says of some pools, while the host is asked."""
         self._on_event: Callable[[Event], None]
-
-    @property
-    def agent(self) -> str:
-        """The name under which peers add this agent."""
-        return self._same_host.agent
 
     @property
     def metadata(self) -> bytes:

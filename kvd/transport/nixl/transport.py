@@ -66,11 +66,13 @@ class NixlTransport:
         """
         nixl_name()
         choose_settings(os.environ, devices, ports)
-        self._agent = agent
+        self.agent = agent
+        """The name under which peers add this agent."""
         self._alive, self.ends = os.pipe()
         held = (self._alive, *held)
         self._keeper = Keeper(agent, loop, held, opened=self._opened, heard=self._heard, ended=self._ended)
-        self._metadata = self._keeper.metadata
+        self.metadata = self._keeper.metadata
+        """What a peer needs to add this agent, as of the last event that changed it; empty while nobody can."""
         self._peers = ExaminedPeers(_of_nixl(examine), load=self._load, refuse=self._refuse)
         self._on_event: Callable[[NetworkEvent], None]
         self._readers_expected = False
@@ -89,16 +91,6 @@ class NixlTransport:
         self._words = 0
         """How much more it may say of peers: of each that it is told of that it was added, and that it is lost."""
         self._reads: set[int] = set()
-
-    @property
-    def agent(self) -> str:
-        """The name under which peers add this agent."""
-        return self._agent
-
-    @property
-    def metadata(self) -> bytes:
-        """What a peer needs to add this agent, as of the last event that changed it; empty while nobody can."""
-        return self._metadata
 
     @property
     def pid(self) -> int | None:
@@ -133,7 +125,7 @@ class NixlTransport:
             self._deregistering.add(pool)
             self._keeper.tell(messages.Deregister(pool))
         else:
-            self._on_event(Deregistered(pool, self._metadata))
+            self._on_event(Deregistered(pool, self.metadata))
 
     def describe(self, pools: tuple[int, ...]) -> None:
         """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
@@ -235,7 +227,7 @@ class NixlTransport:
                 asked = _strike_off(event.pools, self._describing)
             case Deregistered():
                 asked = _strike_off(event.pool, self._deregistering)
-                self._metadata = event.metadata if asked else self._metadata
+                self.metadata = event.metadata if asked else self.metadata
             case Answered() | Notified():
                 asked = True  # an answer that the keeper has passed on, or a peer's message
                 self._make_room(event)
@@ -260,11 +252,11 @@ class NixlTransport:
 
     def _registered(self, event: Registered) -> bool:
         anew, asked = _strike_off(event.pool, self._missing), _strike_off(event.pool, self._registering)
-        self._metadata = event.metadata if anew or asked else self._metadata
+        self.metadata = event.metadata if anew or asked else self.metadata
         if asked:
             self._on_event(event)
         if anew and not self._missing:
-            self._on_event(NetworkUp(self._metadata))
+            self._on_event(NetworkUp(self.metadata))
         return anew or asked
 
     def _register_failed(self, event: RegisterFailed) -> bool:
@@ -282,7 +274,7 @@ class NixlTransport:
     def _ended(self, how: str) -> None:
         """Ends what the process had open: nothing writes any more to that."""
         reason = f"the process that reads from other hosts ended: {how}"
-        self._metadata = b""
+        self.metadata = b""
         self._on_event(NetworkDown(reason))  # again if it does not start: operators want to know why it does not
         for agent in sorted(self._agents):
             self._peers.forget(agent)
@@ -297,11 +289,11 @@ class NixlTransport:
             self._on_event(Described(pools, b""))
         ended, self._deregistering = self._deregistering, set()
         for pool in sorted(ended):
-            self._on_event(Deregistered(pool, self._metadata))
+            self._on_event(Deregistered(pool, self.metadata))
 
     def _opened(self, metadata: bytes) -> None:
         """Registers the pools anew, then sends on what was asked for meanwhile."""
-        self._metadata = metadata
+        self.metadata = metadata
         self._missing = self._regions.keys() - self._registering
         for pool in list(self._regions):
             self._register(pool)
@@ -310,7 +302,7 @@ class NixlTransport:
         for agent, peer_metadata in joining.items():
             self._load(agent, peer_metadata)
         if not self._missing:
-            self._on_event(NetworkUp(self._metadata))
+            self._on_event(NetworkUp(self.metadata))
 
 
 def _strike_off(item: T, awaited: set[T]) -> bool:

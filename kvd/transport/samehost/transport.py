@@ -67,13 +67,15 @@ class SameHostTransport:
         mode: int = 0o600,
         device: str = "",
     ) -> None:
-        self._agent = agent
+        self.agent = agent
+        """The name under which peers add this agent."""
         self._loop = loop
         self._path = path
         self._host = host
         self._devices = Devices(device)
         self._exporter = Exporter(path, mode)
-        self._metadata = self._address(self._exporter.token())
+        self.metadata = self._address(self._exporter.token())
+        """What a peer needs to add this agent, as of the last event that changed it."""
         self._outbox = Outbox(loop, self._deliver)
         self._copies = CopyThreads(threads, self._outbox.put)
         self._bases: dict[int, int] = {}
@@ -95,16 +97,6 @@ class SameHostTransport:
         self._on_event: Callable[[Event], None]
         self._stopped = False
         self._died = False
-
-    @property
-    def agent(self) -> str:
-        """The name under which peers add this agent."""
-        return self._agent
-
-    @property
-    def metadata(self) -> bytes:
-        """What a peer needs to add this agent, as of the last event that changed it."""
-        return self._metadata
 
     @property
     def lock(self) -> int:
@@ -130,18 +122,18 @@ class SameHostTransport:
         self._bases[pool] = region.base
         if not region.device:
             self._mappings.add(region.base, region.length or region.size)
-        self._metadata = self._address(self._exporter.token())
-        self._on_event(Registered(pool, self._metadata))
+        self.metadata = self._address(self._exporter.token())
+        self._on_event(Registered(pool, self.metadata))
 
     def deregister(self, pool: int, *, returns: bool = False) -> None:  # noqa: ARG002 - there is always room for it
         """Ends a registration that no open read uses; answered by `Deregistered`."""
         base = self._bases.pop(pool)
         del self._pools[base]
         self._exporter.remove(pool)
-        self._metadata = self._address(self._exporter.token())
+        self.metadata = self._address(self._exporter.token())
         unpinning = self._mappings.remove(base)
         if unpinning is None:
-            self._on_event(Deregistered(pool, self._metadata))
+            self._on_event(Deregistered(pool, self.metadata))
         else:
             asyncio.wrap_future(unpinning, loop=self._loop).add_done_callback(partial(self._unpinned, pool))
 
@@ -151,14 +143,14 @@ class SameHostTransport:
         error = unpinning.exception()
         if error is not None:
             _log.error("a pool cannot be unpinned, and is given back all the same", exc_info=error)
-        self._on_event(Deregistered(pool, self._metadata))
+        self._on_event(Deregistered(pool, self.metadata))
 
     def describe(self, pools: tuple[int, ...]) -> None:
         """Asks for metadata that covers the registrations of `pools` only; answered by `Described`."""
         self._on_event(Described(pools, self._address(self._exporter.token(pools))))
 
     def _address(self, token: bytes) -> bytes:
-        return encode(ExportAddress(self._agent, self._host, self._path, token))
+        return encode(ExportAddress(self.agent, self._host, self._path, token))
 
     # --- peers ------------------------------------------------------------------------------------------------------
 

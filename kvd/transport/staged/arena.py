@@ -68,16 +68,13 @@ class Arena:
     def __init__(self, memory: HostMemory, windows: int) -> None:
         self.memory = memory
         self.windows = windows
+        self.base = memory.region.base
+        """Its address."""
 
     @staticmethod
     def size(windows: int) -> int:
         """Bytes of an arena."""
         return BOARD_BYTES + windows * limits.SLICE_BYTES
-
-    @property
-    def base(self) -> int:
-        """Its address."""
-        return self.memory.region.base
 
     def write_line(self, line: int, text: bytes) -> None:
         """Writes a line of the board; a shorter text is filled up with zeros."""
@@ -96,6 +93,8 @@ class Buffers:
     def __init__(self, memory: HostMemory, slots: int) -> None:
         self._memory = memory
         self.region = memory.region
+        self.base = memory.region.base
+        """Their address."""
         self.rows = list(range(ROWS))
         """Those that are free."""
         self.slots = list(range(slots))
@@ -105,11 +104,6 @@ class Buffers:
     def size(slots: int) -> int:
         """Bytes of such buffers."""
         return ROWS * BOARD_BYTES + slots * limits.SLICE_BYTES
-
-    @property
-    def base(self) -> int:
-        """Their address."""
-        return self.region.base
 
     @staticmethod
     def slot_offset(slot: int) -> int:

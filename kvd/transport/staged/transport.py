@@ -57,6 +57,8 @@ class StagedTransport:
     """
 
     def __init__(self, network: Network, buffers: Buffers, device: Device | None, loop: Any) -> None:
+        self.agent = network.agent
+        """The name under which peers add this agent."""
         self._network = network
         self._buffers = buffers
         self._has_buffers = False
@@ -69,11 +71,6 @@ class StagedTransport:
         """Peers to be removed when their staged reads have ended."""
         self._on_event: Callable[[Event], None]
         self._stopped = False
-
-    @property
-    def agent(self) -> str:
-        """The name under which peers add this agent."""
-        return self._network.agent
 
     @property
     def metadata(self) -> bytes:
