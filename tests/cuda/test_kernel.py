@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.cuda.copies import CopyKernel, CopyTable
 from kvd.cuda.device import Stream, device
-from kvd.cuda.kernel import CopyKernel, CopyTable
 from kvd.cuda.memory import Mapping
 from kvd.errors import DeviceError
 from kvd.limits import KIB, MIB

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 import kvd.cuda.device
 from kvd import limits
-from kvd.cuda import driver, kernel
+from kvd.cuda import copies, driver
 from kvd.cuda.copies import pin
 from kvd.cuda.device import device
 from kvd.cuda.memory import Mapping
@@ -206,7 +206,7 @@ def test_without_memory_for_a_table_copies_within_gpus_are_the_drivers_and_the_l
             raise DeviceError(ErrorCode.OVERLOADED, "cuMemHostAlloc: none left", "CUDA_ERROR_OUT_OF_MEMORY")
         return driver.call(name, *arguments)
 
-    with patch.object(kernel, "call", call), capture_logs() as logged:
+    with patch.object(copies, "call", call), capture_logs() as logged:
         check_copies(*random_copies(16))
     assert [entry["reason"] for entry in logged if "no table" in entry["event"]] == ["cuMemHostAlloc: none left"]
     assert (work()["launches"], work()["batches"]) == (0, 2)

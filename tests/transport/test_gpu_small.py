@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvd.cuda.device
-from kvd.cuda import driver, kernel
+from kvd.cuda import copies, driver
 from kvd.cuda.device import device
 from kvd.errors import DeviceError, ErrorCode
 from kvd.limits import KIB
@@ -251,7 +251,7 @@ def test_a_small_read_fails_with_the_gpu_and_the_transport_ends():
 def test_a_small_read_that_the_driver_refuses_fails_and_the_next_one_is_copied():
     async def check():
         async with two_sides() as sides:
-            with patch.object(kernel, "call", failing(UNKNOWN, "cuLaunchKernel")):
+            with patch.object(copies, "call", failing(UNKNOWN, "cuLaunchKernel")):
                 sides.read(1, 5)
                 assert "the driver cannot tell" in (await sides.heard(ReadFailed | Landed)).reason
             sides.read(2, 5)
@@ -272,7 +272,7 @@ def test_a_small_read_that_the_driver_refuses_but_has_launched_ends_once_it_has_
         async with two_sides() as sides:
             change(hold=2)
             before = work()["copies"]
-            with patch.object(kernel, "call", call):
+            with patch.object(copies, "call", call):
                 sides.read(1, 5)
             assert "the driver cannot tell" in (await sides.heard(ReadFailed | Landed)).reason
             assert work()["copies"] == before + 1
@@ -341,7 +341,7 @@ def test_without_memory_for_a_table_small_reads_are_copied_by_threads_and_no_str
     async def check():
         none = DeviceError(ErrorCode.OVERLOADED, "none left", "CUDA_ERROR_OUT_OF_MEMORY")
         async with two_sides() as sides:
-            with patch.object(kernel, "call", failing(none, "cuMemHostAlloc")):
+            with patch.object(copies, "call", failing(none, "cuMemHostAlloc")):
                 sides.read(1, 5)
                 await sides.heard(Landed)
         assert live()["streams"] == 0

@@ -55,11 +55,6 @@ class _Pool(Struct, frozen=True):
     registration: Any
     hidden: bool
 
-    @property
-    def region(self) -> tuple[int, int, int]:
-        """(address, bytes, device)."""
-        return self.mapping.base, self.size, 0
-
 
 class AgentLoop:
     """Runs one NIXL agent.
@@ -171,7 +166,7 @@ class AgentLoop:
     def _of_nixl(self, pools: list[_Pool]) -> bytes:
         if not pools:
             return self._no_memory
-        rows = np.array([pool.region for pool in pools], dtype=np.uint64)
+        rows = np.array([(pool.mapping.base, pool.size, 0) for pool in pools], dtype=np.uint64)
         described = self._nixl.get_reg_descs(rows, mem_type="DRAM")
         partial: bytes = self._nixl.get_partial_agent_metadata(described, True, ["UCX"])
         return partial

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvd import limits
-from kvd.cuda.copies import copy, pin, unpin
+from kvd.cuda.copies import CopyKernel, CopyTable, copy, pin, unpin
 from kvd.cuda.device import Device, Stream, device_of
-from kvd.cuda.kernel import CopyKernel, CopyTable
 from kvd.cuda.memory import Mapping, check_export
 from kvd.errors import DeviceError, ErrorCode, KvdError, Unavailable, refusal
 from kvd.protocol.export import ExportedPool

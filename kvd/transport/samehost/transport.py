@@ -82,7 +82,6 @@ class SameHostTransport:
         """Addresses of the registered pools, by number."""
         self._pools: dict[int, Memory] = {}
         """By address."""
-        self._own_device = device
         self._mappings = Mappings(self._devices)
         self._imports = ThreadPoolExecutor(limits.MAX_HANDSHAKES, "kvd-import")
         """Not the loop's executor: exporters that do not answer must not keep other work of the daemon waiting."""
@@ -202,7 +201,7 @@ class SameHostTransport:
     def _add(self, agent: str, metadata: bytes, pools: ImportedPools) -> None:
         self._forget(agent)
         self._peers[agent] = pools
-        if pools.device and not self._own_device:
+        if pools.device:
             self._mappings.pin_for(pools.device)
         self._watches[agent] = ReadWatch(pools.fileno(), partial(self._hear, agent, pools), self._loop)
         self._watches[agent].start()
