@@ -11,13 +11,13 @@ import contextlib
 import ctypes
 import os
 import struct
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, Self
 
 from kvd import foreign
 from kvd.cuda.device import Device, Stream
 from kvd.cuda.driver import api, call
-from kvd.errors import ErrorCode, refusal
+from kvd.errors import ErrorCode, on_error, refusal
 
 
 class Mapping:
@@ -32,10 +32,8 @@ class Mapping:
         self.length = length
         self._handle = handle
         self._writable = writable
-        with contextlib.ExitStack() as undo:
-            undo.callback(call, "cuMemRelease", handle)
+        with on_error(partial(call, "cuMemRelease", handle)):
             self.base = self._map()
-            undo.pop_all()
 
     @classmethod
     def allocate(cls, device: Device, length: int) -> Self:
@@ -129,12 +127,10 @@ class Mapping:
 
     def _map(self) -> int:
         base = int(call("cuMemAddressReserve", self.length, 0, 0, 0))
-        with contextlib.ExitStack() as undo:
-            undo.callback(call, "cuMemAddressFree", base, self.length)
+        with on_error(partial(call, "cuMemAddressFree", base, self.length)):
             call("cuMemMap", base, self.length, 0, self._handle, 0)
-            undo.callback(call, "cuMemUnmap", base, self.length)
-            call("cuMemSetAccess", base, self.length, [_access(self.device, writable=self._writable)], 1)
-            undo.pop_all()
+            with on_error(partial(call, "cuMemUnmap", base, self.length)):
+                call("cuMemSetAccess", base, self.length, [_access(self.device, writable=self._writable)], 1)
         return base
 
 
