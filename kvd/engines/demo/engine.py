@@ -18,8 +18,7 @@ from torch import Tensor
 
 from kvd.client import Blocks, DaemonError, Disconnected, Done, Event, Reattached, Worker
 from kvd.cuda.copies import copy
-from kvd.cuda.device import device_of
-from kvd.cuda.device import Stream
+from kvd.cuda.device import Stream, device_of
 from kvd.engines.demo.messages import Channel, EngineConfig, Message, Ready, Stop
 from kvd.engines.demo.model import Model, ModelConfig, attention
 from kvd.engines.demo.paged import BlockManager, PagedCache
