@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import msgspec
@@ -161,12 +160,10 @@ class Pair:
             stack.pop_all()  # all of them run: what ends them is the end of this block
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for pool in self._pools:
             pool.worker.close()
-        self._processes.__exit__(kind, error, trace)
+        self._processes.__exit__(None, None, None)
 
     def _start_daemon(self, side: str) -> Child:
         flags: list[str] = []

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterable
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from kvd.client.driver import UNSENT_SECONDS, Driver
@@ -90,9 +89,7 @@ class AsyncWorker(WaitingSession):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     async def _run(self, steps: Waits[T]) -> T:

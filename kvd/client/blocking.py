@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterable
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from kvd.client.driver import Driver
@@ -98,9 +97,7 @@ class Worker(WaitingSession):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self, steps: Waits[T]) -> T:

@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 import structlog
 
+from kvd import limits
 from kvd.actors.runtime.actor import Loop
 from kvd.errors import ErrorCode, refusal
 from kvd.net.unix import readable
@@ -65,9 +66,6 @@ _MAX_OWED: Final = 1024
 
 _HOLDER: Final = "holder-"
 """Before the name of the process that a worker's pool was lent to last."""
-
-_LAST_LOOK: Final = 0.1
-"""Seconds for which pools are kept beyond their time: a worker may have asked while this process stood still."""
 
 _log = structlog.get_logger("kvd.daemon.systemd")
 
@@ -288,7 +286,7 @@ class DescriptorStore:
 
     def drop_unclaimed_after(self, loop: Loop, seconds: float) -> None:
         """Frees the pools that nobody claimed in time; if this process stood still, its workers get a moment more."""
-        loop.call_later(seconds, loop.call_later, _LAST_LOOK, self.drop_unclaimed)
+        loop.call_later(seconds, loop.call_later, limits.LAST_LOOK_SECONDS, self.drop_unclaimed)
 
     def drop_unclaimed(self) -> None:
         """Frees the pools that nobody has claimed."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvd.errors import BadRequest, ErrorCode, refusal
+from kvd.net.unix import is_trusted
 from kvd.protocol.address import LOCK
 
 _MOMENT_SECONDS: Final = 0.1
@@ -107,7 +108,7 @@ class Lock:
     def taken(self) -> bool:
         """Whether a process of a user that may have it holds it."""
         try:
-            if os.lstat(self.path + LOCK).st_uid not in (os.geteuid(), 0):
+            if not is_trusted(os.lstat(self.path + LOCK).st_uid):
                 return False  # `PathLock` refuses it, however long one waits
             descriptor = os.open(self.path + LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -151,6 +152,6 @@ def _same_file(descriptor: int, path: str) -> bool:
 
 
 def _refuse_foreign(what: str, owner: int) -> None:
-    if owner not in (os.geteuid(), 0):
+    if not is_trusted(owner):
         text = f"{what} belongs to user {owner}: remove it, or put the socket into a folder of user {os.geteuid()} or "
         raise refusal(ErrorCode.BAD_CONFIG, f"{text}root's to which {owner} may not write")
