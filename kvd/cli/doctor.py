@@ -10,8 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvd.cli.status import add_daemon_flags, socket_of
-from kvd.cli.status_view import shown
+from kvd.cli.status import add_daemon_flags, shown, socket_of
 from kvd.daemon.config import load
 from kvd.doctor import Finding, Level
 from kvd.doctor.daemon import check_daemon

@@ -17,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.arguments import at_least, seconds
-from kvd.cli.status import add_daemon_flags, socket_of
-from kvd.cli.status_view import headline, shown, tables
+from kvd.cli.status import add_daemon_flags, headline, shown, socket_of, tables
 from kvd.net.inquiry import Inquiry
 from kvd.protocol.status import StatusReport, Totals, decode
 from kvd.units import size

@@ -20,9 +20,8 @@ from typing import Protocol
 
 from kvd.client.connection import Connection, Phase
 from kvd.client.core import Core
-from kvd.client.loan import Loan, Map
-from kvd.client.pool import Pool, map_pool
-from kvd.client.reading import Reading
+from kvd.client.pool import Loan, Map, Pool, map_pool
+from kvd.client.requests.inbox import Reading
 from kvd.errors import BadRequest, ErrorCode, InternalError, KvdError, Unavailable, refusal
 from kvd.protocol.worker import Attach, Attached, Detached
 

@@ -1,4 +1,4 @@
-"""The parts of a daemon beside its actors: opened in one place, in order."""
+"""The parts of a daemon beside its actors: opened in one place, in order, once nobody else has what they need."""
 
 import asyncio
 import contextlib
@@ -10,22 +10,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
+from kvd import limits
 from kvd.actors.gateway import admission
 from kvd.actors.runtime.pace import WarnOnce
 from kvd.daemon.config import Config
 from kvd.daemon.health import Health
 from kvd.daemon.http import HttpServer
 from kvd.daemon.processor import ProcessorWait
+from kvd.daemon.systemd import Notifier
 from kvd.errors import ErrorCode, KvdError, refusal
+from kvd.holders import Place, Ports, wait_until_free
 from kvd.host import boot_id
 from kvd.memory.interface import MemoryProvider
 from kvd.memory.provider import provider_for
 from kvd.metrics import Metrics
 from kvd.net import keys
+from kvd.net.addresses import check_own
+from kvd.net.lock import Lock
 from kvd.net.peers import PeerSockets
 from kvd.net.trust import Rejection, Trust
 from kvd.net.workers import WorkerSockets
-from kvd.protocol.address import export_path, is_local
+from kvd.protocol.address import REQUESTS, export_path, is_local
 from kvd.transport.routed import RoutedTransport
 from kvd.transport.samehost.transport import SameHostTransport
 
@@ -37,6 +42,9 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+_TRANSPORT_PORTS = 2
+"""Those of NIXL's process, and of the one that tries foreign metadata."""
 
 _log = structlog.get_logger("kvd")
 
@@ -234,3 +242,33 @@ def _open_traces(config: Config) -> "Traces | None":
         text = f"traces is set, but OpenTelemetry is not installed ({error}); pip install '.[otel]' in a clone of kvd"
         raise refusal(ErrorCode.BAD_CONFIG, text) from error
     return exporting(config.name)
+
+
+async def wait_for_predecessor(config: Config, stopping: asyncio.Event, notifier: Notifier) -> None:
+    """Returns when all is free that this daemon opens, after `limits.PREDECESSOR_SECONDS`, or when it is to stop.
+
+    Raises:
+        BadRequest: `BAD_CONFIG`, the address to listen on is malformed.
+
+    """
+
+    def tell(what: str) -> None:
+        _log.warning("waiting for what another process has", what=what, seconds=limits.PREDECESSOR_SECONDS)
+        # As long again for the rest of the start.
+        notifier.starting(f"waiting for {what}", 2 * limits.PREDECESSOR_SECONDS)
+
+    await wait_until_free(_places(config), stopping, tell)
+
+
+def _places(config: Config) -> list[Place]:
+    listen, socket = config.listen, str(config.socket)
+    paths = {socket, socket + REQUESTS, export_path(listen, socket)}
+    places: list[Place] = [*Ports.of(config.http)]
+    if (path := check_own(listen)["path"]) is not None:
+        paths.add(path)
+    else:
+        places += Ports.of(listen.removeprefix("tcp://"))
+    if not is_local(listen):
+        first, last = map(int, config.transport_ports.split("-"))
+        places.append(Ports(config.unprotected_transport, first, last, _TRANSPORT_PORTS))
+    return [*places, *(Lock(path) for path in sorted(paths))]

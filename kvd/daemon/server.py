@@ -23,8 +23,7 @@ from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.supervisor import LoggingSupervisor
 from kvd.daemon.config import Config
 from kvd.daemon.health import Health, Watchdog
-from kvd.daemon.parts import Background, Opened, load_trust, open_parts
-from kvd.daemon.predecessor import wait_for_predecessor
+from kvd.daemon.parts import Background, Opened, load_trust, open_parts, wait_for_predecessor
 from kvd.daemon.shutdown import STOP_SECONDS, Part, Parts, Shutdown
 from kvd.daemon.systemd import DescriptorStore, Notifier, received_descriptors
 from kvd.discovery.directory import Directory, PeersFile

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvd.cli import status, top
 from kvd.cli.main import main
-from kvd.cli.status_view import status_view
+from kvd.cli.status import status_view
 from kvd.protocol.status import LeaseStatus, PullStatus, Totals
 from tests.support.statuses import status_report
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from kvd.cli.doctor import _view
-from kvd.cli.status_view import status_view
+from kvd.cli.status import status_view
 from kvd.cli.top import Rates, view
 from kvd.doctor import Finding, Level, loopback, samehost
 from kvd.doctor.daemon import check_daemon
