@@ -51,8 +51,7 @@ class Pool:
 
     def descriptors(self, source: Sequence[int], destination: Sequence[int]) -> Descriptors:
         """The descriptors that kvd plans for these blocks."""
-        ids = (np.asarray(side, dtype=np.uint32) for side in (source, destination))
-        there, here = ids
+        there, here = (np.asarray(side, dtype=np.uint32) for side in (source, destination))
         return self._planner.plan([Span(0, there, 0, here)])
 
     def rows(self, ids: Sequence[int]) -> list[int]:

@@ -25,7 +25,6 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command and its flags."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure pulls against memcpy and raw NIXL in one run",
         description="Measures pulls between two daemons on this machine, beside memcpy and raw NIXL.",
     )
     what = parser.add_mutually_exclusive_group()

@@ -12,7 +12,7 @@ from kvd.cli.status import add_daemon_flags, socket_of
 from kvd.errors import ErrorCode, Unavailable, refusal
 from kvd.net.inquiry import Inquiry
 from kvd.net.unix import readable
-from kvd.protocol.status import StatusReport, decode
+from kvd.protocol.status import decode
 
 _LOOK_SECONDS = 0.5
 
@@ -69,15 +69,12 @@ def _wait(process: int, inquiry: Inquiry, args: argparse.Namespace) -> bool:
         if readable(process, min(_LOOK_SECONDS, left)):
             return True
         try:
-            text = _waits_for(decode(inquiry.status(min(args.timeout, deadline - time.monotonic()))))
+            status = decode(inquiry.status(min(args.timeout, deadline - time.monotonic())))
         except Unavailable:  # it hangs up on everybody shortly before its end
             continue
+        text = f"draining: {status.scheduler.pulls} pulls, {status.leases.active} leases"
         if text != told and not args.json:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
             told = text
     return False
-
-
-def _waits_for(status: StatusReport) -> str:
-    return f"draining: {status.scheduler.pulls} pulls, {status.leases.active} leases"

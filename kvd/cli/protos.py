@@ -45,7 +45,7 @@ _SCHEMAS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds this command."""
-    parser = subparsers.add_parser("protos", help="write or check the description of the protocol", description=__doc__)
+    parser = subparsers.add_parser("protos", description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", metavar="DIR", type=Path, help="write the files into DIR")
     action.add_argument("--check", metavar="DIR", type=Path, help="check the files in DIR")

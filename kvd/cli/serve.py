@@ -36,12 +36,8 @@ def run(args: argparse.Namespace) -> int:
     config = load(flags)
     configure(config.log_level, config.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status = runner.run(_serve(config))
+        status = runner.run(Daemon(config).serve())
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # nobody reads it any more
                 stream.flush()
         os._exit(status)
-
-
-async def _serve(config: Config) -> int:
-    return await Daemon(config).serve()

@@ -117,17 +117,12 @@ def view(status: StatusReport, rates: Rates) -> RenderableType:
     pulls = "   ".join(f"{outcome} {rate:.0f}/s" for outcome, rate in ended) or "-"
     now.add_row("[bold]bytes in[/]", f"{size(rates.bytes_per_second)}/s")
     now.add_row("[bold]pulls[/]", shown(pulls))
-    now.add_row("[bold]duration[/]", _durations(rates))
+    durations = f"p50 within {rates.p50 * 1e3:g} ms, p99 within {rates.p99 * 1e3:g} ms" if rates.p50 else "-"
+    now.add_row("[bold]duration[/]", durations)
     graph = Text(sparkline(rates.history), style="cyan")
     peak = f"peak {size(max(rates.history, default=0))}/s over the last {len(rates.history)} updates"
     panel = Panel(Group(now, "", graph, Text(peak, style="dim")), box=box.ROUNDED, title="now", title_align="left")
     return Group(headline(status), panel, *tables(status))
-
-
-def _durations(rates: Rates) -> str:
-    if not rates.p50:
-        return "-"
-    return f"p50 within {rates.p50 * 1e3:g} ms, p99 within {rates.p99 * 1e3:g} ms"
 
 
 def sparkline(values: deque[float]) -> str:

@@ -302,7 +302,7 @@ class Driver:
             self._drop(lost, now)
 
     def _drop(self, error: KvdError, now: float) -> None:
-        """Ends the session. Connects again at once if it was stable, else after a growing pause."""
+        """Ends the session, or a try. Connects again at once if it was stable, else after a growing pause."""
         if self._connection.phase is Phase.ATTACHED and now - self._attached_at >= STABLE_SECONDS:
             self._retry_after = 0.0
         self._last_error = error
@@ -327,17 +327,11 @@ class Driver:
             self._watch(self._connection.filenos())
         except OSError as error:
             text = f"cannot connect to {self._path}: {error.strerror or error}"
-            self._not_connected(refusal(ErrorCode.DAEMON_LOST, text), now)
+            self._drop(refusal(ErrorCode.DAEMON_LOST, text), now)
         except KvdError as error:
             if error.code is ErrorCode.NOT_PERMITTED:
                 self.core.on_refused(error)
-            self._not_connected(error, now)
-
-    def _not_connected(self, error: KvdError, now: float) -> None:
-        if self._connection.phase is not Phase.DOWN:
-            self._connection.drop()
-        self._last_error = error
-        self._back_off(now)
+            self._drop(error, now)
 
     def _back_off(self, now: float) -> None:
         self._retry_at = now + self._retry_after

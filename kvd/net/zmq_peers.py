@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import zmq
 
@@ -47,7 +47,8 @@ class ZmqPeers:
         self._on_rejected = on_rejected
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, limits.MAX_PEERS + _OWN_SOCKETS)
-        self._shared = lru_cache(maxsize=16)(_shared)
+        self._shared = lru_cache(maxsize=16)(partial(zmq.Frame, copy=True))
+        """Frames that libzmq sends to many peers without a copy for each."""
         self._zap: ZapHandler | None = None
         self._monitor: HandshakeMonitor | None = None
         self._gate: KeyGate | None = None
@@ -206,8 +207,3 @@ class ZmqPeers:
         if self._zap is not None:
             self._zap.close()
             self._zap = None
-
-
-def _shared(frame: bytes) -> zmq.Frame:
-    """A frame that libzmq sends to many peers without a copy for each."""
-    return zmq.Frame(frame, copy=True)

@@ -44,12 +44,9 @@ class Calls:
             self._of[request].remove(call)
         return kind, request
 
-    def take_back(self) -> tuple[Kind, str]:
+    def take_back(self) -> tuple[Kind | None, str]:
         """Takes out the call that began last."""
-        call, (kind, request) = self._waiting.popitem()
-        if request:
-            self._of[request].remove(call)
-        return kind, request
+        return self.answered(next(reversed(self._waiting)))
 
     def forget(self, request: str) -> None:
         """Drops the calls about what has ended, most of which get no answer."""
