@@ -122,23 +122,11 @@ class Core:
         call = self._calls.begin(self._calls.draw(), Kind.STATUS)
         return call, codec.encode(wire.StatusRequest(call))
 
-    def ticket(self, offer: str, tokens: int, blocks: Iterable[Blocks], secret: bytes) -> str:
-        """Makes a ticket for this offer without asking the daemon."""
+    def ticket(self, offer: str, tokens: int, blocks: Iterable[Blocks], secret: bytes, *, grows: bool = False) -> str:
+        """Makes a ticket for this offer without asking the daemon. One that `grows` has no tokens and no blocks yet."""
         attached = self.attached
         rank = tickets.TicketRank(attached.daemon, attached.address, attached.incarnation, self._name, offer, 0, secret)
-        return tickets.checked(tickets.Ticket(tokens, (rank,), (spans(blocks),)))
-
-    def growing_ticket(self, offer: str, secret: bytes) -> str:
-        """Makes a ticket for this offer, which grows."""
-        attached = self.attached
-        return tickets.growing(
-            daemon=attached.daemon,
-            address=attached.address,
-            pool=self._name,
-            offer=offer,
-            secret=secret,
-            incarnation=attached.incarnation,
-        )
+        return tickets.checked(tickets.Ticket(tokens, (rank,), (spans(blocks),), grows))
 
     def status_answer(self, call: int) -> bytes | None:
         """The report, once it has arrived.

@@ -117,7 +117,7 @@ class Session:
             BadRequest: `BAD_TICKET`, a value does not fit.
 
         """
-        return self._driver.core.growing_ticket(offer, secret)
+        return self._driver.core.ticket(offer, 0, (), secret, grows=True)
 
     def offer_nowait(
         self,

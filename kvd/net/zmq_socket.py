@@ -108,7 +108,7 @@ TABLE: Final[tuple[tuple[zmq.SocketOption, int, tuple[Kind, ...], str], ...]] = 
     (
         zmq.CONNECT_TIMEOUT,
         CONNECT_TIMEOUT_MS,
-        (Kind.PEER_DEALER, Kind.ENGINE_PUSH),
+        _CONNECTING,
         "retries an absent host every second; the kernel would wait 2 s, then 4 s",
     ),
     (zmq.RECONNECT_IVL, RECONNECT_MS, _CONNECTING, "a restarted daemon is found within tens of milliseconds"),
