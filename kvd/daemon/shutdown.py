@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvd.actors.build import Actors
@@ -39,7 +39,7 @@ class Parts:
     workers: WorkerPort
     transport: Sequence[Part]
     """What writes to pools, in the order in which it is stopped."""
-    rest: Sequence[Part] = field(default=())
+    rest: Sequence[Part] = ()
     """What is stopped last."""
 
 

@@ -132,15 +132,10 @@ class NamedHost:
         """What is done once the name leads elsewhere; None if it is not being looked up."""
         self.trouble = ""
         """Why it is not known where the name leads; empty if it is, or nobody asked."""
+        self.place = ""
+        """What the socket connects to; empty until the name has led somewhere."""
         self._dealer = dealer
         self._port = port
-        self._place = ""
-        """What the socket connects to."""
-
-    @property
-    def is_found(self) -> bool:
-        """Whether the name has led somewhere."""
-        return bool(self._place)
 
     def looked_up(self, number: str, why: str) -> None:
         """The name leads to `number`, or `why` says why that could not be found out: then it leads where it did."""
@@ -149,12 +144,12 @@ class NamedHost:
             return  # its link was closed meanwhile
         self.trouble = f"the name {self.name!r} cannot be looked up: {why}" if why else ""
         place = f"tcp://[{number}]:{self._port}" if ":" in number else f"tcp://{number}:{self._port}"
-        if why or place == self._place:
+        if why or place == self.place:
             return
-        if self._place:
-            self._dealer.disconnect(self._place)
+        if self.place:
+            self._dealer.disconnect(self.place)
         self._dealer.connect(place)
-        self._place = place
+        self.place = place
         then()
 
 
@@ -178,7 +173,7 @@ class HostNames:
         It replaces that of an earlier call. While the name has led nowhere yet, `trouble` says so.
         """
         host = self._hosts.get(link)
-        if host is None or host.is_found:
+        if host is None or host.place:
             then()
         if host is None:
             return
