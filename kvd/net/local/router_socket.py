@@ -4,8 +4,9 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
+from kvd.net.interface import Intake
 from kvd.net.local import zmtp
-from kvd.net.local.connection import Connection, Inlet, Outbox, flush_all
+from kvd.net.local.connection import Connection, Outbox, flush_all
 from kvd.net.local.reader import UnfinishedBytes
 
 OnMessage = Callable[[bytes, int, bytes], None]
@@ -22,7 +23,7 @@ class RouterSocket:
     """
 
     def __init__(
-        self, max_message_bytes: int, make_outbox: Callable[[], Outbox], on_message: OnMessage, inlet: Inlet
+        self, max_message_bytes: int, make_outbox: Callable[[], Outbox], on_message: OnMessage, intake: Intake
     ) -> None:
         self.by_routing_id: dict[bytes, Connection] = {}
         self.connections: dict[Connection, bytes] = {}
@@ -30,7 +31,7 @@ class RouterSocket:
         self._max_message_bytes = max_message_bytes
         self._make_outbox = make_outbox
         self._on_message = on_message
-        self._inlet = inlet
+        self._intake = intake
 
     def accept(
         self,
@@ -44,7 +45,7 @@ class RouterSocket:
             accepted,
             zmtp.Decoder(self._max_message_bytes),
             self._make_outbox(),
-            self._inlet,
+            self._intake,
             uid=uid,
             on_welcome=self._welcome,
             on_end=partial(self._ended, on_end),
