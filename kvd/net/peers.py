@@ -111,7 +111,7 @@ class PeerSockets:
 
         """
         self._on_event = on_event
-        self._own_user.intake = self._zmq.intake = intake
+        self._own_user.inlet.intake = self._zmq.intake = intake
         if self._path is not None:
             self._lock = PathLock(self._path)
         try:

@@ -12,7 +12,7 @@ from kvd import foreign, limits
 from kvd.errors import BadRequest, ErrorCode, KvdError, Unavailable, refusal
 from kvd.limits import LINGER_MS
 from kvd.net.interface import OPEN, Intake, SessionClosed, SessionFrame, SessionOpened, WorkerEvent, WorkerFrame
-from kvd.net.local.connection import Outbox
+from kvd.net.local.connection import Inlet, Outbox
 from kvd.net.local.listener import MAX_CONNECTIONS, Listener, hang_up
 from kvd.net.local.reader import UnfinishedBytes
 from kvd.net.local.router_socket import RouterSocket
@@ -100,7 +100,7 @@ class WorkerSockets:
         self._process = os.pidfd_open(os.getpid()) if self._given_ends is None else os.dup(self._given_ends)
         self._peers = WatchedProcesses(on_event)
         self._requests = RouterSocket(
-            limits.MAX_MESSAGE_BYTES, partial(Outbox, limits.MAX_UNSENT_BYTES), self._received, intake
+            limits.MAX_MESSAGE_BYTES, partial(Outbox, limits.MAX_UNSENT_BYTES), self._received, Inlet(intake)
         )
         try:
             with created_with(self._mode):

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from kvd import limits
 from kvd.limits import RECONNECT_MAX_MS, SEND_MESSAGES
-from kvd.net.interface import OPEN
 from kvd.net.local import connection, own_user
-from kvd.net.local.connection import Outbox
+from kvd.net.local.connection import Inlet, Outbox
 from kvd.net.local.own_user import DealerSocket, OwnUserPeers
 from kvd.net.local.zmtp import GREETING, WELCOME, Decoder, command, header, hello
 from kvd.net.trust import Reason, Rejection
@@ -102,7 +101,7 @@ class Other:
         self.inbox, self.rejected = Inbox(), list[Rejection]()
         self.listener: socket.socket | None = None
         self.listen()
-        self.dealer = DealerSocket(path, NAME, self.inbox, OPEN, self.rejected.append)
+        self.dealer = DealerSocket(path, NAME, self.inbox, Inlet(), self.rejected.append)
 
     def listen(self) -> None:
         with contextlib.suppress(FileNotFoundError):

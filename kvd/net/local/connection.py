@@ -13,7 +13,7 @@ from typing import Final
 from kvd import limits
 from kvd.errors import KvdError
 from kvd.limits import HANDSHAKE_MS
-from kvd.net.interface import Intake
+from kvd.net.interface import OPEN, Intake
 from kvd.net.local import zmtp
 from kvd.net.local.listener import hang_up
 from kvd.net.local.reader import FrameReader, UnfinishedBytes
@@ -31,9 +31,6 @@ _LARGE_BYTES: Final = 4096
 
 _OVERHEAD_BYTES: Final = 100
 """What a frame takes besides its bytes: many small ones count as what they need."""
-
-_buffer: Final = memoryview(bytearray(RECEIVE_BYTES))
-"""Each read is copied from it at once."""
 
 
 class Outbox:
@@ -92,6 +89,14 @@ class Outbox:
         self._bytes -= sum(map(len, self._frames.popleft())) + _OVERHEAD_BYTES
 
 
+class Inlet:
+    """What connections share to read: `intake`, and the memory they read into and copy from at once."""
+
+    def __init__(self, intake: Intake = OPEN) -> None:
+        self.intake = intake
+        self.buffer = memoryview(bytearray(RECEIVE_BYTES))
+
+
 class Connection(FrameReader[zmtp.Received]):
     """Owns `connected`, at whose other end is user `uid`; sends what is in `outbox`.
 
@@ -104,14 +109,14 @@ class Connection(FrameReader[zmtp.Received]):
         connected: socket.socket,
         decoder: zmtp.Decoder,
         outbox: Outbox,
-        intake: Intake,
+        inlet: Inlet,
         *,
         uid: int,
         on_welcome: "Callable[[Connection, bytes], None]",
         on_end: "Callable[[Connection], None]",
         unfinished: UnfinishedBytes | None = None,
     ) -> None:
-        super().__init__(connected.fileno(), intake)
+        super().__init__(connected.fileno(), inlet.intake)
         self.socket = connected
         self.uid = uid
         self.on_message: Callable[[bytes], None] = lambda _message: None
@@ -120,6 +125,7 @@ class Connection(FrameReader[zmtp.Received]):
         self._on_welcome = on_welcome
         self._on_end = on_end
         self._decoder = decoder
+        self._buffer = inlet.buffer
         self._unfinished = unfinished
         self._refuses = take_descriptors(connected, take=False)
         self._unsent_pongs = 0
@@ -171,14 +177,14 @@ class Connection(FrameReader[zmtp.Received]):
         """Reads once."""
         try:
             if self._refuses:
-                size = self.socket.recv_into(_buffer)
+                size = self.socket.recv_into(self._buffer)
             else:
-                size = receive_without_descriptors(self.socket, _buffer, self.uid)
+                size = receive_without_descriptors(self.socket, self._buffer, self.uid)
         except BlockingIOError:
             return True
         except OSError:
             return False
-        self._decoder.add(_buffer[:size])
+        self._decoder.add(self._buffer[:size])
         return size > 0
 
     def more(self) -> bool:

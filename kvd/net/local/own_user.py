@@ -9,9 +9,8 @@ from functools import lru_cache, partial
 from kvd import limits
 from kvd.errors import BadRequest, Unavailable
 from kvd.limits import LINGER_MS, RECONNECT_MAX_MS, RECONNECT_MS, SEND_MESSAGES, SHARED_BYTES
-from kvd.net.interface import OPEN, Intake
 from kvd.net.local import zmtp
-from kvd.net.local.connection import Connection, Outbox, flush_all
+from kvd.net.local.connection import Connection, Inlet, Outbox, flush_all
 from kvd.net.local.gate import Gate
 from kvd.net.local.listener import connect_to_peer, hang_up
 from kvd.net.local.router_socket import OnMessage, RouterSocket
@@ -23,7 +22,7 @@ class OwnUserPeers:
     """Peers that connect to us, once we `listen`, and those that we connect to; others are told to `on_rejected`."""
 
     def __init__(self, on_rejected: OnRejected) -> None:
-        self.intake: Intake = OPEN
+        self.inlet = Inlet()
         self._on_rejected = on_rejected
         self._gate: _OwnUserGate | None = None
         self._dealers: dict[int, DealerSocket] = {}
@@ -37,7 +36,7 @@ class OwnUserPeers:
             OSError: nothing can be bound there.
 
         """
-        router = RouterSocket(limits.MAX_PEER_REQUEST_BYTES, outbox_for_peer, on_message, self.intake)
+        router = RouterSocket(limits.MAX_PEER_REQUEST_BYTES, outbox_for_peer, on_message, self.inlet)
         self._gate = _OwnUserGate(path, self._on_rejected, router)
 
     def answer(self, sender: bytes, frame: bytes) -> bool:
@@ -47,7 +46,7 @@ class OwnUserPeers:
 
     def connect(self, link: int, path: str, routing_id: bytes, on_message: Callable[[bytes], None]) -> None:
         """Talks to who listens at `path`, now or later."""
-        self._dealers[link] = DealerSocket(path, routing_id, on_message, self.intake, self._on_rejected)
+        self._dealers[link] = DealerSocket(path, routing_id, on_message, self.inlet, self._on_rejected)
 
     def ask(self, link: int, frame: bytes) -> bool:
         """Sends without blocking, once connected; False if the queue is full."""
@@ -101,7 +100,7 @@ class DealerSocket:
     """
 
     def __init__(
-        self, path: str, routing_id: bytes, on_message: Callable[[bytes], None], intake: Intake, on_rejected: OnRejected
+        self, path: str, routing_id: bytes, on_message: Callable[[bytes], None], inlet: Inlet, on_rejected: OnRejected
     ) -> None:
         self.trouble = ""
         """Why nobody is connected to at `path`; empty if somebody is, or nobody listens."""
@@ -109,7 +108,7 @@ class DealerSocket:
         """The connection, once the other end has done its half of the handshake: before, it may hang up on messages."""
         self._connection: Connection | None = None
         self._on_message = on_message
-        self._intake = intake
+        self._inlet = inlet
         self._outbox = outbox_for_peer()
         self._path = path
         self._hello = zmtp.hello(routing_id)
@@ -149,7 +148,7 @@ class DealerSocket:
                 connected,
                 zmtp.Decoder(limits.MAX_MESSAGE_BYTES, of_router=True),
                 self._outbox,
-                self._intake,
+                self._inlet,
                 uid=os.geteuid(),
                 on_welcome=self._welcome,
                 on_end=self._ended,

@@ -4,9 +4,8 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from kvd.net.interface import Intake
 from kvd.net.local import zmtp
-from kvd.net.local.connection import Connection, Outbox, flush_all
+from kvd.net.local.connection import Connection, Inlet, Outbox, flush_all
 from kvd.net.local.reader import UnfinishedBytes
 
 OnMessage = Callable[[bytes, int, bytes], None]
@@ -23,7 +22,7 @@ class RouterSocket:
     """
 
     def __init__(
-        self, max_message_bytes: int, make_outbox: Callable[[], Outbox], on_message: OnMessage, intake: Intake
+        self, max_message_bytes: int, make_outbox: Callable[[], Outbox], on_message: OnMessage, inlet: Inlet
     ) -> None:
         self.by_routing_id: dict[bytes, Connection] = {}
         self.connections: dict[Connection, bytes] = {}
@@ -31,7 +30,7 @@ class RouterSocket:
         self._max_message_bytes = max_message_bytes
         self._make_outbox = make_outbox
         self._on_message = on_message
-        self._intake = intake
+        self._inlet = inlet
 
     def accept(
         self,
@@ -45,7 +44,7 @@ class RouterSocket:
             accepted,
             zmtp.Decoder(self._max_message_bytes),
             self._make_outbox(),
-            self._intake,
+            self._inlet,
             uid=uid,
             on_welcome=self._welcome,
             on_end=partial(self._ended, on_end),
