@@ -19,5 +19,6 @@ def test_daemons_run_where_the_command_that_they_are_started_with_puts_them(tmp_
 
 @pytest.mark.real
 def test_a_daemon_that_does_not_start_is_told_with_the_end_of_its_log(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--within", "false"]) == 2
-    assert "kvd bench: internal: bench-consumer ended with status 1; the end of its log:" in capsys.readouterr().err
+    assert main(["bench", "--within", "bash -c 'echo first >&2; echo second >&2; false'"]) == 2
+    told = "kvd bench: internal: bench-consumer ended with status 1; the end of its log:\nfirst\nsecond\n"
+    assert told in capsys.readouterr().err

@@ -13,6 +13,9 @@ LISTENING = "0A"
 _FIRST_EPHEMERAL_PORT = 32_768
 """Of Linux, unless told otherwise."""
 
+_claims: list[socket.socket] = []
+"""One for each port that was given out, until this process ends."""
+
 
 def listening(pid: int) -> set[tuple[str, int]]:
     """Address and port of every TCP socket that a process listens on."""
@@ -58,10 +61,15 @@ def own_address() -> str:
 def free_port() -> int:
     """A port that nobody has at any address, and that stays free while its owner is down.
 
-    The kernel gives none of these to those who ask it for any port, as every connection to others does.
+    The kernel gives none of these to those who ask it for any port, as every connection to others does. No other test
+    gets it either, whose process may run beside this one: a server needs many seconds until it listens.
     """
     while True:
         port = random.randrange(10_000, _FIRST_EPHEMERAL_PORT)  # noqa: S311 - no secret
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket() as probe, contextlib.suppress(OSError), contextlib.ExitStack() as undo:
+            claim = undo.enter_context(socket.socket(socket.AF_UNIX))
+            claim.bind(f"\0kvd-tests-port-{port}")
             probe.bind(("", port))
+            undo.pop_all()
+            _claims.append(claim)
             return port

@@ -1,7 +1,5 @@
 """The pools that pulls write to: which of their blocks are busy or in quarantine, and how much is open."""
 
-from collections import Counter
-
 from kvd import limits
 from kvd.actors.runtime.context import ActorContext
 from kvd.actors.runtime.pools import HeldBlocks, Hold, Pool
@@ -17,11 +15,8 @@ class Targets:
     def __init__(self, context: ActorContext) -> None:
         self._context = context
         self._pools: dict[str, Pool] = {}
-        # Of pulls whose blocks have not been given back, by the id of the pool that they write to.
-        self._pulls: Counter[int] = Counter()
-        self._ranks: Counter[int] = Counter()
-        """Named by their tickets."""
-        self._ticket_bytes: Counter[int] = Counter()
+        self._open: dict[int, tuple[int, int, int]] = {}
+        """How many pulls have not given their blocks back, and how many ranks and bytes their tickets have; by pool."""
         self._closing: set[int] = set()
         self.quarantined = 0
         """Pulls whose blocks are in quarantine."""
@@ -43,7 +38,7 @@ class Targets:
 
     def is_quiet(self, pool: int) -> bool:
         """Whether it is closing, and nothing writes to it any more."""
-        return pool in self._closing and pool not in self._pulls
+        return pool in self._closing and pool not in self._open
 
     def take(self, pull: Pull) -> None:
         """Accepts a pull and marks its blocks as busy, until they are given back.
@@ -57,9 +52,10 @@ class Targets:
         pool = pull.pool
         if self._pools.get(pool.name) is not pool or pool.id in self._closing:
             raise refusal(ErrorCode.POOL_BUSY, f"the pool {pool.name!r} is being given back")
-        self._check_room(pool.id, 1, len(pull.ticket.ranks), pull.ticket_bytes)
+        opened = self._with(pool.id, 1, len(pull.ticket.ranks), pull.ticket_bytes)
+        _check_bounds(*opened)
         pool.blocks.take(pull.blocks)
-        self._count(pool.id, 1, len(pull.ticket.ranks), pull.ticket_bytes)
+        self._open[pool.id] = opened
         self.held.move(pull.size, None, Hold.PULLING)
 
     def grow(self, pull: Pull, more: int) -> None:
@@ -69,31 +65,15 @@ class Targets:
             Unavailable: `OVERLOADED`, too much is open.
 
         """
-        self._check_room(pull.pool.id, 0, 0, more)
-        self._count(pull.pool.id, 0, 0, more)
+        opened = self._with(pull.pool.id, 0, 0, more)
+        _check_bounds(*opened)
+        self._open[pull.pool.id] = opened
         pull.ticket_bytes += more
 
-    def _check_room(self, pool: int, pulls: int, ranks: int, ticket_bytes: int) -> None:
-        """Checks the bounds for one worker: `OVERLOADED` if with so much more one is exceeded."""
-        for what, count, bound in (
-            ("pulls of this worker", self._pulls[pool] + pulls, limits.MAX_REQUESTS_PER_WORKER),
-            ("producer ranks of this worker's pulls", self._ranks[pool] + ranks, limits.MAX_RANKS_PER_WORKER),
-            (
-                "bytes of tickets of this worker's pulls",
-                self._ticket_bytes[pool] + ticket_bytes,
-                limits.MAX_TICKET_BYTES_PER_WORKER,
-            ),
-        ):
-            if count > bound:
-                text = f"with this one {count} {what} would be open, the bound is {bound}; wait until some have ended"
-                raise refusal(ErrorCode.OVERLOADED, text)
-
-    def _count(self, pool: int, pulls: int, ranks: int, ticket_bytes: int) -> None:
-        self._pulls[pool] += pulls
-        self._ranks[pool] += ranks
-        self._ticket_bytes[pool] += ticket_bytes
-        if not self._pulls[pool]:
-            del self._pulls[pool], self._ranks[pool], self._ticket_bytes[pool]
+    def _with(self, pool: int, pulls: int, ranks: int, ticket_bytes: int) -> tuple[int, int, int]:
+        """What is open, and so much more."""
+        open_pulls, open_ranks, open_bytes = self._open.get(pool, (0, 0, 0))
+        return open_pulls + pulls, open_ranks + ranks, open_bytes + ticket_bytes
 
     def quarantine(self, pull: Pull) -> None:
         """Counts a pull that has ended while the transport may still write to its blocks."""
@@ -116,8 +96,24 @@ class Targets:
         """Frees the blocks of a pull, to which nothing writes any more."""
         self.held.move(pull.size, Hold.PULLING, None)
         pull.pool.blocks.give_back(pull.blocks)
-        self._count(pull.pool.id, -1, -len(pull.ticket.ranks), -pull.ticket_bytes)
+        left = self._with(pull.pool.id, -1, -len(pull.ticket.ranks), -pull.ticket_bytes)
+        if left[0]:
+            self._open[pull.pool.id] = left
+        else:
+            del self._open[pull.pool.id]
 
     def busy_blocks(self) -> dict[str, int]:
         """How many blocks are busy, by worker."""
         return {pool.name: pool.blocks.busy for pool in self._pools.values()}
+
+
+def _check_bounds(pulls: int, ranks: int, ticket_bytes: int) -> None:
+    """Refuses what would have more open for one worker than is allowed."""
+    for what, count, bound in (
+        ("pulls of this worker", pulls, limits.MAX_REQUESTS_PER_WORKER),
+        ("producer ranks of this worker's pulls", ranks, limits.MAX_RANKS_PER_WORKER),
+        ("bytes of tickets of this worker's pulls", ticket_bytes, limits.MAX_TICKET_BYTES_PER_WORKER),
+    ):
+        if count > bound:
+            text = f"with this one {count} {what} would be open, the bound is {bound}; wait until some have ended"
+            raise refusal(ErrorCode.OVERLOADED, text)

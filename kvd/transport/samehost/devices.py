@@ -74,9 +74,8 @@ class Devices:
 
     def unpin(self, identity: str, address: int) -> None:
         """Ends `pin`, before the pool is unmapped."""
-        gpu = self._gpu(identity)
-        if gpu is not None:
-            gpu.unpin(address)
+        if identity in self._gpus:
+            self._gpus[identity].unpin(address)
 
     def close(self) -> None:
         """Ends the streams, once nobody copies."""

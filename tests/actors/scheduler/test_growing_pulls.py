@@ -297,18 +297,18 @@ def test_a_user_who_holds_many_offers_is_refused_before_the_producer_has_no_room
 
 
 def test_what_a_producer_tells_counts_as_a_part_of_the_ticket_until_the_pull_has_ended(stage, monkeypatch):
-    open_bytes = stage.actors.scheduler._targets._ticket_bytes
+    opened = stage.actors.scheduler._targets._open
     follow(stage)
-    [before] = open_bytes.values()
+    [(pulls, ranks, before)] = opened.values()
     monkeypatch.setattr(limits, "MAX_TICKET_BYTES_PER_WORKER", before + 8)
     grown(stage, 0, 4, 0, 0, 3)
-    assert list(open_bytes.values()) == [before + 8]
+    assert list(opened.values()) == [(pulls, ranks, before + 8)]
     stage.landed(1)
     grown(stage, 1, 6, 2, 1)
     failed = outcome(stage)
     assert failed.code == ErrorCode.OVERLOADED
     assert f"{before + 12} bytes of tickets" in failed.text
-    assert not open_bytes
+    assert not opened
 
 
 def test_a_plan_of_what_has_come_gets_only_what_is_not_read_and_the_last_one_all(stage):

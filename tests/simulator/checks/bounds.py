@@ -67,5 +67,5 @@ def _counts(actors: Actors) -> Iterator[tuple[str, int]]:
     yield "MAX_CLAIMS_WAITING", len(leases.claims._waiting)
     yield "MAX_HANDSHAKES", len(handshake._slots._in)
     yield "MAX_REQUESTS_PER_WORKER", max(leases.offers.bounds.standing.values(), default=0)
-    yield "MAX_REQUESTS_PER_WORKER", max(scheduler._targets._pulls.values(), default=0)
+    yield "MAX_REQUESTS_PER_WORKER", max((pulls for pulls, _, _ in scheduler._targets._open.values()), default=0)
     yield "MAX_CLAIMS_PER_OFFER", max((len(lease.claims) for lease in leases.offers._leases.values()), default=0)
