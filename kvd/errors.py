@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import ClassVar
 
-from kvd.units import printable
+from kvd.limits import MAX_ERROR_TEXT
+from kvd.units import printable, shortened
 
 
 class ErrorCode(StrEnum):
@@ -54,14 +55,14 @@ class ErrorCode(StrEnum):
 class KvdError(Exception):
     """Base of all errors of kvd: `code` for programs, the text for people.
 
-    What it quotes may be anybody's, such as the name of a socket: logs and terminals get it on one line, without
-    escapes, and it can be sent.
+    What it quotes may be anybody's, such as the name of a socket, or a layout of megabytes: logs and terminals get it
+    on one line of `MAX_ERROR_TEXT` characters at most, without escapes, and it can be sent and kept.
     """
 
     codes: ClassVar[frozenset[ErrorCode]] = frozenset()
 
     def __init__(self, code: ErrorCode, text: str) -> None:
-        text = printable(text)
+        text = printable(shortened(text, MAX_ERROR_TEXT))
         super().__init__(f"{code}: {text}")
         self.code = code
         self.text = text

@@ -89,6 +89,12 @@ MAX_POOLS: Final = 1024
 MAX_POOLS_PER_USER: Final = 64
 """Pools of one user, lent or kept for a successor."""
 
+MAX_LAYOUT_BYTES_PER_USER: Final = MAX_SPEC_BYTES
+"""Encoded specs of one user's pools together: peers are told of all pools in one message."""
+
+MAX_LAYOUT_BYTES: Final = 3 * MAX_SPEC_BYTES
+"""The same of all users; the message has metadata and names beside them (`MAX_MESSAGE_BYTES`)."""
+
 DAEMON_BYTES: Final = 64 * MIB
 """Left for the daemon itself where its cgroup has a limit: what its tables and queues grow by beside its pools."""
 

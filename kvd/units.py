@@ -1,5 +1,9 @@
 """Quantities, and texts of others, for people."""
 
+from typing import Final
+
+_LEFT_OUT: Final = "[...]"
+
 
 def size(count: float) -> str:
     """Bytes with three significant digits: `1.5 GiB`."""
@@ -16,3 +20,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of `most` characters at most: of a longer one the middle, which is what it quotes, is left out."""
+    if len(text) <= most:
+        return text
+    left = most - len(_LEFT_OUT)
+    return text[: left - left // 2] + _LEFT_OUT + text[len(text) - left // 2 :]

@@ -7,6 +7,7 @@ import pytest
 
 import kvd
 from kvd.errors import BadRequest, ErrorCode, InternalError, Unavailable, error_from_code, refusal
+from kvd.limits import MAX_ERROR_TEXT
 
 CHOSEN_BY_HAND = re.compile(r"\b(BadRequest|Unavailable|InternalError)\((?!\)| *BAD_SPEC|code=)")
 
@@ -36,3 +37,10 @@ def test_a_text_is_on_one_line_and_can_be_sent_whatever_it_quotes(code: ErrorCod
     error = refusal(code, "at \udcff\n\x1b[31m\0é")
     assert error.text == "at ???[31m?é"
     assert str(error) == f"{code}: {error.text}"
+
+
+def test_a_text_that_quotes_megabytes_says_what_was_wrong_and_what_to_do() -> None:
+    error = refusal(ErrorCode.BAD_SPEC, f"the layout {'x' * MAX_ERROR_TEXT} is wrong: mend it")
+    assert len(error.text) == MAX_ERROR_TEXT
+    assert error.text.startswith("the layout xx")
+    assert error.text.endswith("xx is wrong: mend it")

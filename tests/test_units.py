@@ -1,7 +1,9 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvd.limits import GIB, KIB, MIB
-from kvd.units import printable, size
+from kvd.units import printable, shortened, size
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,13 @@ def test_a_text_of_others_is_one_line_that_moves_no_cursor() -> None:
     assert printable("größe 1 GiB") == "größe 1 GiB"
     assert printable("no\x1b[2J\r\nok\x9b\u2028\udcff") == "no?[2J??ok???"
     printable("\udcff").encode()
+
+
+@given(st.text(), st.integers(5, 40))
+def test_a_long_text_keeps_its_ends(text: str, most: int) -> None:
+    short = shortened(text, most)
+    assert len(short) == min(len(text), most)
+    if short != text:
+        end = (most - len("[...]")) // 2
+        assert text.startswith(short[: most - len("[...]") - end])
+        assert text.endswith(short[most - end :])

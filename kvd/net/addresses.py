@@ -19,7 +19,8 @@ from typing import Final
 import zmq
 
 from kvd.errors import ErrorCode, refusal
-from kvd.net.local.listener import connect_to_peer, hang_up
+from kvd.net.local.connect import connect_to_peer, look_up
+from kvd.net.local.listener import hang_up
 from kvd.net.priority_slots import PrioritySlots
 from kvd.net.stream import no_descriptor
 from kvd.net.unix import MAX_PATH_BYTES, credentials
@@ -48,6 +49,8 @@ def check_own(address: str) -> re.Match[str]:
 def check_user(path: str) -> None:
     """Refuses a path that leads elsewhere, or where another user listens; if nobody does yet, connections are checked.
 
+    Another user's daemon is not connected to: each ticket would take some of its time.
+
     Raises:
         BadRequest: `NOT_PERMITTED`, another user does, or the socket was bound under another name.
         Unavailable: `OVERLOADED`, no descriptor is left to find out, or too many of that user's are yet to be closed.
@@ -55,16 +58,19 @@ def check_user(path: str) -> None:
     """
     user = -1
     try:
-        probe = connect_to_peer(path)
+        held = look_up(path)
+        user = os.fstat(held).st_uid
+        os.close(held)
+        if user == os.geteuid():
+            probe = connect_to_peer(path)
+            user = credentials(probe).uid
+            hang_up(probe)
     except PermissionError:
         pass
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise no_descriptor(error) from error
         return
-    else:
-        user = credentials(probe).uid
-        hang_up(probe)
     if user != os.geteuid():
         who = f"as user {user}" if user >= 0 else "as another user"
         raise refusal(

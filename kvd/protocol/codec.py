@@ -48,8 +48,7 @@ class Decoder(Generic[T]):
         try:
             message: T = self._decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            said = str(error)[: limits.MAX_ERROR_TEXT]  # it may quote the frame, whole
-            raise refusal(ErrorCode.BAD_MESSAGE, f"no message: {said}") from error
+            raise refusal(ErrorCode.BAD_MESSAGE, f"no message: {error}") from error
         return message
 
     def try_decode(self, frame: bytes) -> T | None:

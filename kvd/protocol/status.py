@@ -150,8 +150,7 @@ def decode(report: bytes) -> StatusReport:
         status = _decoder.decode(report.decode())
         _check_histogram(status.totals.pull_buckets)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also what is no UTF-8, or no number
-        said = str(error)[: limits.MAX_ERROR_TEXT]  # it may quote the report, whole
-        raise refusal(ErrorCode.BAD_MESSAGE, f"this is no status of this release: {said}") from error
+        raise refusal(ErrorCode.BAD_MESSAGE, f"this is no status of this release: {error}") from error
     return status
 
 

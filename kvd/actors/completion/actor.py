@@ -94,7 +94,7 @@ class Sessions:
     def refuse_frame(self, sender: bytes, call: int, error: KvdError, upcoming: int = 0) -> None:
         """Refuses what came under the routing id `sender`, which may be no session's."""
         self._metrics.refused.labels("worker", error.code).inc()
-        message = Error(call, error.code, error.text[: limits.MAX_ERROR_TEXT], upcoming)
+        message = Error(call, error.code, error.text, upcoming)
         sent = self._port.send(sender, encode(message))
         session = self._by_id.get(sender)
         if session is not None and not sent:

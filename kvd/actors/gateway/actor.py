@@ -93,7 +93,7 @@ class PeerFrames:
         except BadRequest as error:
             self._context.metrics.refused.labels("peer", error.code).inc()
             if isinstance(event, PeerAsked):
-                self._channel.answer(event.sender, Refuse(0, error.code, error.text[: limits.MAX_ERROR_TEXT]))
+                self._channel.answer(event.sender, Refuse(0, error.code, error.text))
 
     # --- peers that connect to us -----------------------------------------------------------------------------------
 

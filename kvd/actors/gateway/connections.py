@@ -310,5 +310,5 @@ class Connections(Component):
 
     def _refuse(self, number: int, error: KvdError) -> None:
         self._context.metrics.refused.labels("session", error.code).inc()
-        refused = Refused(error.code, error.text[: limits.MAX_ERROR_TEXT])
+        refused = Refused(error.code, error.text)
         self._port.send_session(number, codec.encode(refused))

@@ -4,7 +4,7 @@ A pool that waits for a successor, and of which nothing is leased, ends for anot
 room by it.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import structlog
@@ -57,6 +57,10 @@ class Bounds:
         if len(others) >= limits.MAX_POOLS_PER_USER:
             text = f"user {request.uid} has {len(others)} other pools, the bound; detach one, or wait for `pool_linger`"
             return Lack(refusal(ErrorCode.OVERLOADED, text), 1)
+        lack = _layout_lack(others, request, limits.MAX_LAYOUT_BYTES_PER_USER, f"user {request.uid}")
+        lack = lack or _layout_lack(self._records.values(), request, limits.MAX_LAYOUT_BYTES, "all users")
+        if lack is not None:
+            return lack
         size, held = self._provider.footprint(request.spec.pool_bytes), self._bytes(others)
         if request.quota is None or held + size <= request.quota:
             return None
@@ -105,3 +109,15 @@ class Bounds:
 
     def _bytes(self, records: list[PoolRecord]) -> int:
         return sum(self._provider.footprint(record.pool.size) for record in records)
+
+
+def _layout_lack(records: Iterable[PoolRecord], request: AttachPool, bound: int, whose: str) -> Lack | None:
+    """What stands against a layout beside those of other pools: peers could not be told of all in one message."""
+    others = sum(len(each.request.raw_spec) for each in records if each.pool.name != request.worker)
+    if others + len(request.raw_spec) <= bound:
+        return None
+    text = (
+        f"a layout of {len(request.raw_spec)} bytes, and {others} of other pools of {whose}, are above the bound of "
+        f"{bound}; say it with fewer bytes, or detach another pool"
+    )
+    return Lack(refusal(ErrorCode.OVERLOADED, text), 1)

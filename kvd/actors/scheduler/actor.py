@@ -247,7 +247,7 @@ class SchedulerActor(Actor):
             outcome = Cancelled(request, quarantined)
         else:
             self._context.metrics.pull_failures.labels(error.code).inc()
-            outcome = Failed(request, error.code, error.text[: limits.MAX_ERROR_TEXT], quarantined)
+            outcome = Failed(request, error.code, error.text, quarantined)
         if quarantined:
             self._targets.quarantine(pull)
         self._deadlines.unset(pull.key)

@@ -13,7 +13,8 @@ from typing import Final
 from kvd import foreign, limits
 from kvd.errors import Unavailable
 from kvd.limits import LINGER_MS
-from kvd.net.local.listener import Listener, connect_to, hang_up
+from kvd.net.local.connect import connect_to
+from kvd.net.local.listener import Listener, hang_up
 from kvd.net.local.relay import PrivateListener, Relay, finish
 from kvd.net.trust import OnRejected, Reason, Rejection
 from kvd.net.unix import Party, created_with, party_at

@@ -13,11 +13,9 @@ from typing import Final
 import structlog
 
 from kvd import foreign, limits
-from kvd.errors import ErrorCode, refusal
 from kvd.limits import BACKLOG
 from kvd.net.interface import Intake
 from kvd.net.unix import credentials, take_descriptors
-from kvd.protocol.address import PEERS
 
 MAX_CONNECTIONS: Final = 2 * limits.MAX_WORKERS
 """Open connections of one listener; further ones are hung up on, so that idle ones cannot use up our descriptors."""
@@ -26,9 +24,6 @@ ACCEPT_PAUSE_SECONDS: Final = 0.5
 """Pause of accepting after the system had no descriptor for us."""
 
 _LOGGED_SECONDS: Final = 10.0
-
-_bound_names: dict[tuple[int, int, int], str] = {}
-"""Of sockets that were reached by another name: the one each was bound under, by device, inode and time of change."""
 
 _log = structlog.get_logger("kvd.net")
 
@@ -111,59 +106,6 @@ class Listener:
             most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             hint = "raise LimitNOFILE"
             _log.error("connections are refused", path=self._path, reason=why, open_files=most, hint=hint)
-
-
-def connect_to(path: str) -> socket.socket:
-    """A connection that takes no descriptors, where the kernel can refuse them, and does not block.
-
-    Raises:
-        OSError: nobody listens there, too many wait to be accepted, or no descriptor is left.
-
-    """
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        made.setblocking(False)
-        take_descriptors(made, take=False)
-        made.connect(path)
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
-def connect_to_peer(path: str) -> socket.socket:
-    """As `connect_to`, where a socket listens that was bound under that very name.
-
-    By other names, of links in the file system, each ticket could have a peer more that takes that daemon's places.
-    Once a socket was reached by one of them, none of them is connected to: those who may not connect could keep that
-    daemon accepting at its pace otherwise, by our hand.
-
-    Raises:
-        OSError: as `connect_to`.
-        BadRequest: `NOT_PERMITTED`, it was bound under another name.
-        Unavailable: `OVERLOADED`, too many descriptors of that user's are yet to be closed, as this one may be then.
-
-    """
-    # A name may lead elsewhere at each look, so it is looked up once.
-    held = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        file = os.fstat(held)
-        foreign.check(file.st_uid)
-        key = file.st_dev, file.st_ino, file.st_ctime_ns
-        name = _bound_names.get(key, path)
-        if name == path:
-            made = connect_to(f"/proc/self/fd/{held}")
-            name = made.getpeername()
-            if name == path:
-                return made
-            hang_up(made)
-            _bound_names[key] = name
-            if len(_bound_names) > limits.MAX_PEERS:
-                del _bound_names[next(iter(_bound_names))]
-    finally:
-        os.close(held)
-    where = f"the socket of the daemon at {name}: name that" if name.endswith(PEERS) else "no daemon's socket"
-    raise refusal(ErrorCode.NOT_PERMITTED, f"{path} leads to {where}")
 
 
 def hang_up(accepted: socket.socket, last_words: bytes = b"") -> None:

@@ -10,9 +10,10 @@ from kvd import limits
 from kvd.errors import BadRequest, Unavailable
 from kvd.limits import LINGER_MS, RECONNECT_MAX_MS, RECONNECT_MS, SEND_MESSAGES, SHARED_BYTES
 from kvd.net.local import zmtp
+from kvd.net.local.connect import REFUSED_MS, connect_to_peer
 from kvd.net.local.connection import Connection, Inlet, Outbox, flush_all
 from kvd.net.local.gate import Gate
-from kvd.net.local.listener import connect_to_peer, hang_up
+from kvd.net.local.listener import hang_up
 from kvd.net.local.router_socket import OnMessage, RouterSocket
 from kvd.net.trust import OnRejected, Reason, Rejection
 from kvd.net.unix import Party, credentials
@@ -140,7 +141,7 @@ class DealerSocket:
             connected = connect_to_peer(self._path)
         except (OSError, BadRequest, Unavailable) as error:
             self.trouble = "" if isinstance(error, OSError) else error.text
-            self._try_again()
+            self._try_again(REFUSED_MS if isinstance(error, BadRequest) else 0)
             return
         self.trouble = ""
         if self._greets(connected):
@@ -181,8 +182,9 @@ class DealerSocket:
         self._outbox.drop_begun()
         self._try_again()
 
-    def _try_again(self) -> None:
+    def _try_again(self, least_ms: int = 0) -> None:
         if self._closed:
             return
         self._pause_ms = min(max(2 * self._pause_ms, RECONNECT_MS), RECONNECT_MAX_MS)
-        self._again = asyncio.get_running_loop().call_later(self._pause_ms / 1000, self._connect)
+        pause_ms = max(self._pause_ms, least_ms)
+        self._again = asyncio.get_running_loop().call_later(pause_ms / 1000, self._connect)

@@ -16,7 +16,8 @@ from typing import Final
 
 from kvd.errors import BadRequest, Unavailable
 from kvd.limits import BACKLOG, RECONNECT_MAX_MS, RECONNECT_MS
-from kvd.net.local.listener import connect_to_peer, hang_up
+from kvd.net.local.connect import REFUSED_MS, connect_to_peer
+from kvd.net.local.listener import ACCEPT_PAUSE_SECONDS, hang_up
 from kvd.net.stream import receive_without_descriptors
 from kvd.net.unix import ReadWatch, credentials, take_descriptors
 
@@ -204,7 +205,7 @@ class Passage:
         self._again: asyncio.TimerHandle | None = None
         self._pause = self._began = 0.0
         self._listener = PrivateListener(folder)
-        self._loop.add_reader(self._listener.socket.fileno(), self._accept)
+        self._watch()
 
     @property
     def address(self) -> str:
@@ -231,10 +232,16 @@ class Passage:
         if self._relay is not None:
             self._relay.close()
 
+    def _watch(self) -> None:
+        if self._listener.socket.fileno() >= 0:
+            self._loop.add_reader(self._listener.socket.fileno(), self._accept)
+
     def _accept(self) -> None:
         try:
             inside, _ = self._listener.socket.accept()
-        except OSError:  # it has gone, or no descriptor is left: it comes again
+        except OSError:  # it has gone, and comes again; or no descriptor is left
+            self._loop.remove_reader(self._listener.socket.fileno())
+            self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._watch)
             return
         self._drop()  # the DEALER has given that connection up
         inside.setblocking(False)
@@ -254,7 +261,7 @@ class Passage:
             outside = connect_to_peer(self._path)
         except (OSError, BadRequest, Unavailable) as error:
             self.trouble = "" if isinstance(error, OSError) else error.text
-            self._try_in(self._pause)
+            self._try_in(max(self._pause, REFUSED_MS / 1000 if isinstance(error, BadRequest) else 0.0))
             return
         self.trouble = ""
         inside, self._inside = self._inside, None

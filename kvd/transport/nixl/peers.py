@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvd.limits import MAX_AGENT_BYTES
 from kvd.transport.interface import AgentEvent, PeerAdded, PeerFailed
 from kvd.transport.nixl import messages
 from kvd.transport.nixl.messages import Metadata, agent_of
@@ -71,7 +72,8 @@ class Peers:
         named = agent_of(parts.nixl) if parts else None
         known = self._peers.get(agent)
         if parts is None or named != agent:
-            self._emit(PeerFailed(agent, f"its metadata is about {named!r}" if named else "its metadata is not NIXL's"))
+            about = f"about {named[:MAX_AGENT_BYTES]!r}" if named else "not NIXL's"
+            self._emit(PeerFailed(agent, f"its metadata is {about}"))
             if known:
                 self._lose(known, "it was replaced by unusable metadata")
         elif known is None:

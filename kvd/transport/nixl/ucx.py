@@ -136,8 +136,8 @@ def make_agent(api: Any, name: str) -> Any:
 
 
 def text_of(error: Exception) -> str:
-    """An error of NIXL in one line."""
-    return f"{type(error).__name__}: {error}"
+    """An error of NIXL in one line, which may quote what a peer sent."""
+    return f"{type(error).__name__}: {error}"[: limits.MAX_ERROR_TEXT]
 
 
 # --- what UCX says of its connections ---------------------------------------------------------------------------------

@@ -202,6 +202,38 @@ def test_a_user_with_as_many_pools_as_it_may_have_gets_room_by_one_that_is_kept(
     assert old.closed
 
 
+@pytest.mark.parametrize("whose", ["user 1000", "all users"])
+def test_layouts_that_peers_could_not_be_told_of_in_one_message_are_refused(monkeypatch, whose):
+    bound = "MAX_LAYOUT_BYTES_PER_USER" if whose == "user 1000" else "MAX_LAYOUT_BYTES"
+    monkeypatch.setattr(limits, bound, 2 * len(CACHE.raw) - 1)
+    rules = [Rule(pools=("*",), uid=uid) for uid in (1000, 1001)]
+    stage = stage_with(rules=rules)
+    assert isinstance(stage.attach("first", 1, pid=7, uid=1000), Attached)
+    refused = attach(stage, "second", 2, uid=1000)
+    assert refused.code == ErrorCode.OVERLOADED
+    assert f"and {len(CACHE.raw)} of other pools of {whose}, are above the bound" in refused.text
+    other = attach(stage, "third", 3, uid=1001)
+    assert isinstance(other, Attached if whose == "user 1000" else Refused)
+    stage.hang_up(1)
+    stage.process_ends(1)
+    assert isinstance(attach(stage, "first", 4, uid=1000), Attached)  # in place of its own
+
+
+def test_a_kept_pool_makes_room_for_a_layout(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_USER", 2 * len(CACHE.raw) - 1)
+    stage = stage_with()
+    old = kept(stage, "old", 1)
+    assert isinstance(attach(stage, "new", 2), Attached)
+    assert old.closed
+
+
+def test_all_layouts_together_leave_room_for_the_rest_of_a_welcome():
+    """Names and numbers of all pools beside the layouts, and the transport's metadata."""
+    pools = limits.MAX_POOLS * (limits.MAX_NAME_BYTES + 64)
+    assert limits.MAX_LAYOUT_BYTES + limits.MAX_METADATA_BYTES + pools < limits.MAX_MESSAGE_BYTES
+    assert limits.MAX_SPEC_BYTES <= limits.MAX_LAYOUT_BYTES_PER_USER < limits.MAX_LAYOUT_BYTES
+
+
 @pytest.fixture
 def quarantined():
     """A pool that is to make room, of which a read does not end; the attach waits."""
