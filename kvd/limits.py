@@ -92,6 +92,9 @@ MAX_POOLS_PER_USER: Final = 64
 MAX_LAYOUT_BYTES_PER_USER: Final = MAX_SPEC_BYTES
 """Encoded specs of one user's pools together: peers are told of all pools in one message."""
 
+MAX_LAYOUT_BYTES_OF_STRANGERS: Final = 2 * MAX_SPEC_BYTES
+"""The same of all users but root and the daemon's own: some have thousands of user ids."""
+
 MAX_LAYOUT_BYTES: Final = 3 * MAX_SPEC_BYTES
 """The same of all users; the message has metadata and names beside them (`MAX_MESSAGE_BYTES`)."""
 

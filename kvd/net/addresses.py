@@ -56,28 +56,35 @@ def check_user(path: str) -> None:
         Unavailable: `OVERLOADED`, no descriptor is left to find out, or too many of that user's are yet to be closed.
 
     """
-    user = -1
     try:
-        held = look_up(path)
-        user = os.fstat(held).st_uid
-        os.close(held)
-        if user == os.geteuid():
-            probe = connect_to_peer(path)
-            user = credentials(probe).uid
-            hang_up(probe)
+        whose = _not_ours(path)
     except PermissionError:
-        pass
+        whose = f"the daemon at {path} runs as another user"
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise no_descriptor(error) from error
         return
-    if user != os.geteuid():
-        who = f"as user {user}" if user >= 0 else "as another user"
+    if whose:
         raise refusal(
             ErrorCode.NOT_PERMITTED,
-            f"the daemon at {path} runs {who}, this one as user {os.geteuid()}, and a Unix socket joins daemons of "
-            "one user; run both as one, or give both `curve_key` and `curve_peers`",
+            f"{whose}, this one as user {os.geteuid()}, and a Unix socket joins daemons of one user; run both as one, "
+            "or give both `curve_key` and `curve_peers`",
         )
+
+
+def _not_ours(path: str) -> str:
+    """Whose the daemon at `path` is, if it is not our own user's; else empty."""
+    held = look_up(path)
+    try:
+        owner = os.fstat(held).st_uid
+    finally:
+        os.close(held)
+    if owner != os.geteuid():
+        return f"the file at {path} is of a daemon that runs as user {owner}"
+    probe = connect_to_peer(path)
+    user = credentials(probe).uid
+    hang_up(probe)
+    return "" if user == os.geteuid() else f"the daemon at {path} runs as user {user}"
 
 
 def check_address(address: str, code: ErrorCode) -> re.Match[str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -19,7 +20,7 @@ import zmq
 from kvd import limits
 from kvd.errors import BadRequest, ErrorCode, Unavailable
 from kvd.limits import RECONNECT_MAX_MS
-from kvd.net import keys
+from kvd.net import addresses, keys
 from kvd.net.interface import PeerAnswered, PeerAsked
 from kvd.net.keys import Allowed
 from kvd.net.local import connect, own_user, relay
@@ -159,7 +160,8 @@ async def test_links_that_come_to_lead_to_a_peer_are_told_and_anothers_cost_it_n
         await until(lambda: all(tried[str(alias)] > 2 for alias in aliases))
         why = f"the socket of the daemon at {producer.path}: name that"
         if owner == NOBODY:
-            why = f"through a link of user {NOBODY}: only those of root and of the daemon's user count"
+            why = f"through a link of user {NOBODY}, or of /proc: only root's and our own user's count; "
+            why += "name it without links"
             assert accepted == producer.rejected == []
         told = [f"{alias} leads {'to ' if owner != NOBODY else ''}{why}" for alias in aliases]
         assert [consumer.port.trouble(link) for link in links] == told
@@ -219,7 +221,7 @@ def tree(tmp_path: Path) -> Iterator[Path]:
         ({"l": "a"}, "l/b/f"),
         ({"l": "a/b/f"}, "l"),
         ({"l": "{}/a", "a/m": "../l/./b/"}, "a/m/f"),
-        ({"1": "a", **{str(number): str(number - 1) for number in range(2, 30)}}, "29/b/f"),
+        ({"1": "a", **{str(number): str(number - 1) for number in range(2, 20)}}, "19/b/f"),
     ],
 )
 @pytest.mark.parametrize("call", [connect._OPENAT2, 1 << 20], ids=["openat2", "no openat2"])
@@ -266,6 +268,58 @@ def test_nobody_elses_link_is_followed_wherever_it_is(tree: Path, path: str) -> 
         connect.look_up(str(tree / path))
     assert caught.value.code is ErrorCode.NOT_PERMITTED
     assert os.listdir("/proc/self/fd") == before
+
+
+async def test_a_name_with_links_where_nobody_listens_is_not_tried_as_often_as_others(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, connect_to_peer = Counter[str](), connect.connect_to_peer
+
+    def trying(path: str) -> socket.socket:
+        tried[os.path.basename(path)] += 1
+        return connect_to_peer(path)
+
+    monkeypatch.setattr(own_user, "connect_to_peer", trying)
+    consumer = Daemon(tree / "d")
+    os.symlink(".", tree / "link")
+    with running(consumer):
+        consumer.port.connect(f"ipc://{tree}/link/walked.peers")
+        consumer.port.connect(f"ipc://{tree}/plain.peers")
+        await until(lambda: tried["plain.peers"] > 5)
+        assert tried["walked.peers"] == 1
+
+
+def test_links_of_proc_are_not_followed(tree: Path) -> None:
+    """They are root's, or ours, and lead where another user's process likes."""
+    held = os.open(tree, os.O_PATH)
+    with pytest.raises(BadRequest, match="or of /proc"):
+        connect.look_up(f"/proc/self/fd/{held}/p.peers")
+    os.close(held)
+
+
+def test_a_file_that_cannot_be_looked_at_holds_no_descriptor(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a server of FUSE that has ended."""
+
+    def fails(_held: int) -> os.stat_result:
+        raise OSError(errno.ENOTCONN, "not connected")
+
+    (tree / "p.peers").touch()
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(addresses.os, "fstat", fails)
+    addresses.check_user(str(tree / "p.peers"))
+    monkeypatch.undo()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_socket_of_our_own_user_that_we_may_not_connect_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(_path: str) -> socket.socket:
+        raise PermissionError
+
+    monkeypatch.setattr(addresses, "connect_to_peer", refuses)
+    with listens(tmp_path / "p.peers"), pytest.raises(BadRequest, match="runs as another user"):
+        addresses.check_user(str(tmp_path / "p.peers"))
 
 
 @as_root

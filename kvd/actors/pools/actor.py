@@ -320,7 +320,7 @@ class PoolsActor(Actor):
             if error is None:
                 self.attach(waiting)
             elif isinstance(error, NoMemory):
-                self._bounds.make_room(waiting, Lack(error, error.lacks))
+                self._bounds.make_room(waiting, Lack(error, error.lacks, self._bounds.footprint))
             else:
                 self._stop_waiting(record)
                 self._workers.refused(waiting.connection, error)

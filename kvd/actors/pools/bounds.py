@@ -14,15 +14,17 @@ from kvd.actors.pools.pool import PoolRecord, State
 from kvd.actors.pools.requests import AttachPool
 from kvd.errors import ErrorCode, KvdError, NoMemory, refusal
 from kvd.memory.interface import MemoryProvider, PoolStore
+from kvd.net.unix import is_trusted
 
 _log = structlog.get_logger("kvd.pools")
 
 
 class Lack(NamedTuple):
-    """Why an attach cannot be served: so many `bytes` of its user's other pools are in the way."""
+    """Why an attach cannot be served: as much of its user's other pools is in the way, `of` each so much."""
 
     error: KvdError
-    bytes: int
+    much: int
+    of: Callable[[PoolRecord], int]
 
 
 class Bounds:
@@ -52,23 +54,26 @@ class Bounds:
         """What stands against a pool of that size beside the others of this user; None if nothing does."""
         if request.worker not in self._records and len(self._records) >= limits.MAX_POOLS:
             text = f"there are {limits.MAX_POOLS} pools already, the bound"
-            return Lack(refusal(ErrorCode.OVERLOADED, text), 1)
+            return Lack(refusal(ErrorCode.OVERLOADED, text), 1, _one)
         others = self._others(request)
         if len(others) >= limits.MAX_POOLS_PER_USER:
             text = f"user {request.uid} has {len(others)} other pools, the bound; detach one, or wait for `pool_linger`"
-            return Lack(refusal(ErrorCode.OVERLOADED, text), 1)
+            return Lack(refusal(ErrorCode.OVERLOADED, text), 1, _one)
         lack = _layout_lack(others, request, limits.MAX_LAYOUT_BYTES_PER_USER, f"user {request.uid}")
+        strangers = [record for record in self._records.values() if not is_trusted(record.request.uid)]
+        if not is_trusted(request.uid):
+            lack = lack or _layout_lack(strangers, request, limits.MAX_LAYOUT_BYTES_OF_STRANGERS, "all strangers")
         lack = lack or _layout_lack(self._records.values(), request, limits.MAX_LAYOUT_BYTES, "all users")
         if lack is not None:
             return lack
-        size, held = self._provider.footprint(request.spec.pool_bytes), self._bytes(others)
+        size, held = self._provider.footprint(request.spec.pool_bytes), sum(map(self.footprint, others))
         if request.quota is None or held + size <= request.quota:
             return None
         text = (
             f"{size} bytes for {request.worker!r} and {held} in other pools of user {request.uid} are above its "
             f"quota of {request.quota}; detach another pool, or raise `max_bytes` in the daemon's `worker_policy`"
         )
-        return Lack(refusal(ErrorCode.NOT_PERMITTED, text), held + size - request.quota)
+        return Lack(refusal(ErrorCode.NOT_PERMITTED, text), held + size - request.quota, self.footprint)
 
     def make_room(self, request: AttachPool, lack: Lack) -> None:
         """Ends a kept pool for an attach, which is then tried again; refuses the attach if there is none to end.
@@ -76,17 +81,17 @@ class Bounds:
         It ends the pool that was kept longest of those that are enough, or the first of several that are.
         """
         unlent = self._unlent(request)
-        if self._bytes(unlent) < lack.bytes:
+        if sum(map(lack.of, unlent)) < lack.much:
             if isinstance(lack.error, NoMemory):
                 self._store.give_up(request.uid)  # what no worker has claimed since the daemon started
             self._refuse(request, lack.error)
             return
         leased = self._leased()
         spare = [record for record in unlent if record.is_spare and record.pool.id not in leased]
-        if self._bytes(spare) < lack.bytes:
+        if sum(map(lack.of, spare)) < lack.much:
             self._refuse_for_now(request, lack)
             return
-        enough = [record for record in spare if self._bytes([record]) >= lack.bytes]
+        enough = [record for record in spare if lack.of(record) >= lack.much]
         record = min(enough or spare, key=lambda each: each.kept_since)
         _log.info("a pool whose worker is gone makes room", pool=record.pool.name, worker=request.worker)
         self._end(record, request)
@@ -107,17 +112,28 @@ class Bounds:
         states = (State.KEPT, State.QUIESCING, State.ENDING)
         return [record for record in self._others(request) if record.shown in states]
 
-    def _bytes(self, records: list[PoolRecord]) -> int:
-        return sum(self._provider.footprint(record.pool.size) for record in records)
+    def footprint(self, record: PoolRecord) -> int:
+        """Bytes of memory that a pool takes."""
+        return self._provider.footprint(record.pool.size)
 
 
 def _layout_lack(records: Iterable[PoolRecord], request: AttachPool, bound: int, whose: str) -> Lack | None:
     """What stands against a layout beside those of other pools: peers could not be told of all in one message."""
-    others = sum(len(each.request.raw_spec) for each in records if each.pool.name != request.worker)
-    if others + len(request.raw_spec) <= bound:
+    others = sum(map(_layout, (each for each in records if each.pool.name != request.worker)))
+    over = others + len(request.raw_spec) - bound
+    if over <= 0:
         return None
     text = (
         f"a layout of {len(request.raw_spec)} bytes, and {others} of other pools of {whose}, are above the bound of "
         f"{bound}; say it with fewer bytes, or detach another pool"
     )
-    return Lack(refusal(ErrorCode.OVERLOADED, text), 1)
+    return Lack(refusal(ErrorCode.OVERLOADED, text), over, _layout)
+
+
+def _layout(record: PoolRecord) -> int:
+    """Bytes that peers are told of a pool's layout."""
+    return len(record.pool.raw_spec)
+
+
+def _one(_record: PoolRecord) -> int:
+    return 1

@@ -9,23 +9,30 @@ from functools import partial
 from typing import Final
 
 from kvd import foreign
-from kvd.errors import ErrorCode, on_error, refusal
+from kvd.errors import BadRequest, ErrorCode, on_error, refusal
 from kvd.net.local.listener import hang_up
 from kvd.net.unix import is_trusted, take_descriptors
 from kvd.protocol.address import PEERS
 
 _PATH: Final = os.O_PATH | os.O_CLOEXEC
 
-REFUSED_MS: Final = 5000
-"""Pause after a name was refused: what it leads to seldom changes, and to find out that again takes time."""
+REFUSED_MS: Final = 2000
+"""Pause after a name was `REFUSED`: what it leads to seldom changes, and to find out that again takes time."""
 
-_MAX_STEPS: Final = 128
-"""Names on a path and in the links on it. A socket's path has 54 at most, and a few links: /var/run, a volume's."""
+_MAX_STEPS: Final = 40
+"""Names on a path that has links, and in these: /var/run is one, a volume of Kubernetes has another."""
 
 _OPENAT2: Final = 437
 """Number of a system call that the C library does not know; one on all architectures."""
 _AT_FDCWD: Final = -100
 _RESOLVE_NO_SYMLINKS: Final = 4
+
+
+class NobodyBehindLinksError(OSError):
+    """Nobody listens where a path with links leads."""
+
+
+REFUSED: Final = (BadRequest, NobodyBehindLinksError)
 
 
 class _OpenHow(ctypes.Structure):
@@ -84,7 +91,7 @@ def look_up(path: str) -> int:
     have us do it, again and again. Links may form a maze, too, in which the kernel walks for 10 ms at each look.
 
     Raises:
-        OSError: nothing is there, or no descriptor is left.
+        OSError: nothing is there, or no descriptor is left; `NobodyBehindLinksError` if there is a link.
         BadRequest: `NOT_PERMITTED`, it leads through another user's link, or on and on.
 
     """
@@ -94,7 +101,10 @@ def look_up(path: str) -> int:
         return held
     if (number := ctypes.get_errno()) not in (errno.ELOOP, errno.ENOSYS, errno.EPERM):  # or a container's filter has it
         raise OSError(number, os.strerror(number), path)
-    return _walk(path)
+    try:
+        return _walk(path)
+    except OSError as error:
+        raise NobodyBehindLinksError(error.errno, error.strerror, path) from error
 
 
 def _walk(path: str) -> int:
@@ -133,7 +143,8 @@ def _target(held: int, path: str, steps: int) -> str | None:
     status = os.fstat(held)
     if not stat.S_ISLNK(status.st_mode):
         return None
-    if not is_trusted(status.st_uid):
-        text = f"{path} leads through a link of user {status.st_uid}: only those of root and of the daemon's user count"
-        raise refusal(ErrorCode.NOT_PERMITTED, text)
+    # Those of /proc are root's or ours, and lead where their process likes.
+    if not is_trusted(status.st_uid) or status.st_dev == os.stat("/proc").st_dev:
+        text = f"{path} leads through a link of user {status.st_uid}, or of /proc: only root's and our own user's count"
+        raise refusal(ErrorCode.NOT_PERMITTED, f"{text}; name it without links")
     return os.readlink("", dir_fd=held)

@@ -16,7 +16,7 @@ from typing import Final
 
 from kvd.errors import BadRequest, Unavailable
 from kvd.limits import BACKLOG, RECONNECT_MAX_MS, RECONNECT_MS
-from kvd.net.local.connect import REFUSED_MS, connect_to_peer
+from kvd.net.local.connect import REFUSED, REFUSED_MS, connect_to_peer
 from kvd.net.local.listener import ACCEPT_PAUSE_SECONDS, hang_up
 from kvd.net.stream import receive_without_descriptors
 from kvd.net.unix import ReadWatch, credentials, take_descriptors
@@ -261,7 +261,7 @@ class Passage:
             outside = connect_to_peer(self._path)
         except (OSError, BadRequest, Unavailable) as error:
             self.trouble = "" if isinstance(error, OSError) else error.text
-            self._try_in(max(self._pause, REFUSED_MS / 1000 if isinstance(error, BadRequest) else 0.0))
+            self._try_in(max(self._pause, REFUSED_MS / 1000 if isinstance(error, REFUSED) else 0.0))
             return
         self.trouble = ""
         inside, self._inside = self._inside, None

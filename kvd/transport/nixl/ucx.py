@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from kvd import limits
 from kvd.errors import ErrorCode, refusal
+from kvd.units import printable, shortened
 
 BACKENDS: Final = ("nixl_cu12", "nixl_cu13")
 
@@ -137,7 +138,7 @@ def make_agent(api: Any, name: str) -> Any:
 
 def text_of(error: Exception) -> str:
     """An error of NIXL in one line, which may quote what a peer sent."""
-    return f"{type(error).__name__}: {error}"[: limits.MAX_ERROR_TEXT]
+    return printable(shortened(f"{type(error).__name__}: {error}", limits.MAX_ERROR_TEXT))
 
 
 # --- what UCX says of its connections ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A pool that is kept for a worker that is gone makes room for another attach, or is ended by an operator."""
 
+import msgspec
 import pytest
 
 from kvd import limits
@@ -202,21 +203,50 @@ def test_a_user_with_as_many_pools_as_it_may_have_gets_room_by_one_that_is_kept(
     assert old.closed
 
 
-@pytest.mark.parametrize("whose", ["user 1000", "all users"])
-def test_layouts_that_peers_could_not_be_told_of_in_one_message_are_refused(monkeypatch, whose):
-    bound = "MAX_LAYOUT_BYTES_PER_USER" if whose == "user 1000" else "MAX_LAYOUT_BYTES"
+def padded(size):
+    """A layout of so many bytes, most of them in a field that nobody knows."""
+    fields = msgspec.msgpack.decode(CACHE.raw)
+    fields["unknown"] = bytes(size - len(msgspec.msgpack.encode(fields | {"unknown": b""})) - 1)
+    return msgspec.msgpack.encode(fields)
+
+
+@pytest.mark.parametrize(
+    ("bound", "whose"),
+    [
+        ("MAX_LAYOUT_BYTES_PER_USER", "user 1000"),
+        ("MAX_LAYOUT_BYTES_OF_STRANGERS", "all strangers"),
+        ("MAX_LAYOUT_BYTES", "all users"),
+    ],
+)
+def test_layouts_that_peers_could_not_be_told_of_in_one_message_are_refused(monkeypatch, bound, whose):
     monkeypatch.setattr(limits, bound, 2 * len(CACHE.raw) - 1)
-    rules = [Rule(pools=("*",), uid=uid) for uid in (1000, 1001)]
-    stage = stage_with(rules=rules)
+    stage = stage_with(rules=[Rule(pools=("*",), uid=uid) for uid in (0, 1000, 1001)])
     assert isinstance(stage.attach("first", 1, pid=7, uid=1000), Attached)
     refused = attach(stage, "second", 2, uid=1000)
     assert refused.code == ErrorCode.OVERLOADED
     assert f"and {len(CACHE.raw)} of other pools of {whose}, are above the bound" in refused.text
-    other = attach(stage, "third", 3, uid=1001)
-    assert isinstance(other, Attached if whose == "user 1000" else Refused)
+    assert isinstance(attach(stage, "third", 3, uid=1001), Attached if whose == "user 1000" else Refused)
+    assert isinstance(attach(stage, "of-root", 4, uid=0), Refused if whose == "all users" else Attached)
     stage.hang_up(1)
     stage.process_ends(1)
-    assert isinstance(attach(stage, "first", 4, uid=1000), Attached)  # in place of its own
+    assert isinstance(attach(stage, "first", 5, uid=1000), Attached)  # in place of its own
+
+
+def test_what_peers_are_told_of_a_layout_counts_whatever_the_worker_says_when_it_comes_again(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_USER", 1000 + len(CACHE.raw) - 1)
+    stage = stage_with()
+    kept(stage, "fat", 1, raw=padded(1000))
+    assert attach(stage, "fat", 2).kept  # with the layout as it is without padding
+    assert f"and 1000 of other pools of user {1000}" in attach(stage, "slim", 3).text
+
+
+def test_kept_pools_are_not_ended_for_a_layout_that_gets_no_room_by_it(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_USER", 2000)
+    stage = stage_with()
+    small = kept(stage, "small", 1)
+    assert isinstance(stage.attach("lent", 2, raw=padded(1500)), Attached)
+    assert isinstance(attach(stage, "new", 3, raw=padded(1000)), Refused)
+    assert not small.closed
 
 
 def test_a_kept_pool_makes_room_for_a_layout(monkeypatch):
