@@ -1,8 +1,8 @@
 """Runs a Python program and notes what it passes: `python walked.py OUT PYTHON -m MODULE ARGUMENTS`.
 
-SIGUSR1 begins, and the next notification to a worker ends. After SIGUSR2, OUT has what ran between, as JSON: the files
-of kvd whose functions ran in any thread, the types of kvd that had methods called or were given to functions, and the
-calls that waited in mailboxes.
+SIGUSR1 begins, and the notification to a worker after a read has landed ends. After SIGUSR2, OUT has what ran between,
+as JSON: the files of kvd whose functions ran in any thread, the types of kvd that had methods called or were given to
+functions, and the calls that waited in mailboxes.
 """
 
 import json
@@ -18,6 +18,9 @@ from typing import Any
 from kvd.actors.scheduler import peer_requests
 
 _ROOT = str(Path(__file__).resolve().parents[2] / "kvd") + os.sep
+
+
+_LANDED = "scheduler: Transfers.landed"
 
 
 class Walk:
@@ -49,7 +52,8 @@ class Walk:
             method = frame.f_locals["method"]
             method = getattr(method, "func", method)  # of a partial
             self.calls.append(f"{frame.f_locals['actor'].name}: {method.__qualname__}")
-        if event == "return" and code.co_qualname == "CompletionActor._flush":
+        # One before that tells of something else, such as an acknowledgement that came late.
+        if event == "return" and code.co_qualname == "CompletionActor._flush" and _LANDED in self.calls:
             self.on = False
 
 

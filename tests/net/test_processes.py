@@ -97,9 +97,12 @@ async def test_a_process_that_is_forgotten_leaves_no_descriptor(
     opened = await inbox.next(SessionOpened)
     other.step()
     await inbox.next(SessionClosed)
-    before = len(os.listdir("/proc/self/fd"))
+    assert port._peers is not None
+    pidfd = port._peers._pidfds[opened.connection]
+    os.fstat(pidfd)
     port.forget_process(opened.connection)
-    assert len(os.listdir("/proc/self/fd")) == before - 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(pidfd)
     port.forget_process(opened.connection)
 
 

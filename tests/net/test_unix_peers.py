@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import socket
 import stat
@@ -207,6 +208,12 @@ def test_a_name_that_leads_elsewhere_by_now_is_what_it_was_when_it_was_looked_up
     swapped.unlink()
 
 
+def descriptors() -> list[str]:
+    """All of this process, but for those of what nobody has any more."""
+    gc.collect()
+    return os.listdir("/proc/self/fd")
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Iterator[Path]:
     """A folder that is removed, whatever is in it."""
@@ -233,9 +240,9 @@ def test_links_of_our_own_lead_where_the_kernel_says(
     (tree / "a/b/f").touch()
     for link, target in links.items():
         os.symlink(target.format(tree), tree / link)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(descriptors())
     held = connect.look_up(str(tree / path))
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert len(descriptors()) == before + 1
     assert os.path.samestat(os.fstat(held), os.stat(tree / path))
     os.close(held)
 
@@ -250,10 +257,10 @@ def test_a_path_that_leads_nowhere_holds_no_descriptor(tree: Path, path: str, er
     (tree / "a").mkdir()
     os.symlink("a/../" * 800, tree / "last")
     os.symlink("a/../" * 800 + "last", tree / "maze")
-    before = os.listdir("/proc/self/fd")
+    before = descriptors()
     with pytest.raises(error):
         connect.look_up(str(tree / path))
-    assert os.listdir("/proc/self/fd") == before
+    assert descriptors() == before
 
 
 @as_root
@@ -263,11 +270,11 @@ def test_nobody_elses_link_is_followed_wherever_it_is(tree: Path, path: str) -> 
     os.chown(tree / "theirs", NOBODY, -1, follow_symlinks=False)
     os.symlink("theirs", tree / "ours")
     (tree / "f").touch()
-    before = os.listdir("/proc/self/fd")
+    before = descriptors()
     with pytest.raises(BadRequest, match=f"{path} leads through a link of user {NOBODY}") as caught:
         connect.look_up(str(tree / path))
     assert caught.value.code is ErrorCode.NOT_PERMITTED
-    assert os.listdir("/proc/self/fd") == before
+    assert descriptors() == before
 
 
 async def test_a_name_with_links_where_nobody_listens_is_not_tried_as_often_as_others(
@@ -304,11 +311,11 @@ def test_a_file_that_cannot_be_looked_at_holds_no_descriptor(tree: Path, monkeyp
         raise OSError(errno.ENOTCONN, "not connected")
 
     (tree / "p.peers").touch()
-    before = os.listdir("/proc/self/fd")
+    before = descriptors()
     monkeypatch.setattr(addresses.os, "fstat", fails)
     addresses.check_user(str(tree / "p.peers"))
     monkeypatch.undo()
-    assert os.listdir("/proc/self/fd") == before
+    assert descriptors() == before
 
 
 def test_a_socket_of_our_own_user_that_we_may_not_connect_to_is_refused(
