@@ -58,12 +58,12 @@ def check_user(path: str) -> None:
     """
     try:
         whose = _not_ours(path)
-    except PermissionError:
-        whose = f"the daemon at {path} runs as another user"
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise no_descriptor(error) from error
-        return
+        if error.errno not in (errno.EACCES, errno.EPERM):  # by number: behind links it is no PermissionError
+            return
+        whose = f"the daemon at {path} runs as another user"
     if whose:
         raise refusal(
             ErrorCode.NOT_PERMITTED,

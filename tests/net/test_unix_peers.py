@@ -318,11 +318,12 @@ def test_a_file_that_cannot_be_looked_at_holds_no_descriptor(tree: Path, monkeyp
     assert descriptors() == before
 
 
+@pytest.mark.parametrize("kind", [PermissionError, connect.NobodyBehindLinksError])
 def test_a_socket_of_our_own_user_that_we_may_not_connect_to_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[OSError]
 ) -> None:
     def refuses(_path: str) -> socket.socket:
-        raise PermissionError
+        raise kind(errno.EACCES, "permission denied")
 
     monkeypatch.setattr(addresses, "connect_to_peer", refuses)
     with listens(tmp_path / "p.peers"), pytest.raises(BadRequest, match="runs as another user"):

@@ -60,9 +60,9 @@ class Bounds:
             text = f"user {request.uid} has {len(others)} other pools, the bound; detach one, or wait for `pool_linger`"
             return Lack(refusal(ErrorCode.OVERLOADED, text), 1, _one)
         lack = _layout_lack(others, request, limits.MAX_LAYOUT_BYTES_PER_USER, f"user {request.uid}")
-        strangers = [record for record in self._records.values() if not is_trusted(record.request.uid)]
-        if not is_trusted(request.uid):
-            lack = lack or _layout_lack(strangers, request, limits.MAX_LAYOUT_BYTES_OF_STRANGERS, "all strangers")
+        if lack is None and not is_trusted(request.uid):
+            strangers = [record for record in self._records.values() if not is_trusted(record.request.uid)]
+            lack = _layout_lack(strangers, request, limits.MAX_LAYOUT_BYTES_OF_STRANGERS, "all strangers")
         lack = lack or _layout_lack(self._records.values(), request, limits.MAX_LAYOUT_BYTES, "all users")
         if lack is not None:
             return lack

@@ -110,7 +110,7 @@ def look_up(path: str) -> int:
 def _walk(path: str) -> int:
     """As `look_up`, name by name: there is a link, or the kernel is older than 5.6."""
     held, names, steps = os.open("/", _PATH), _reversed(path), 0
-    try:
+    with on_error(lambda: os.close(held)):  # whichever it is by then
         while names:
             steps += 1
             inner = os.open(names.pop(), _PATH | os.O_NOFOLLOW, dir_fd=held)
@@ -126,9 +126,6 @@ def _walk(path: str) -> int:
                 root = os.open("/", _PATH)
                 os.close(held)
                 held = root
-    except BaseException:
-        os.close(held)
-        raise
     return held
 
 
