@@ -16,7 +16,7 @@ from benchmarks.preparation import Preparation
 from kvd.bench import report
 from kvd.layout import CacheSpec, Full, Group, Shard
 from kvd.layout.presets import LAYOUTS, Attention, Placement
-from kvd.plan import Descriptors, Planner, Span, route
+from kvd.plan import Descriptors, Planner, SpanPair, route
 from tests.simulator.virtual.cache import offsets
 
 NixlPrepare: TypeAlias = Callable[[Descriptors, int], None]
@@ -69,12 +69,12 @@ def bench_plan(nixl_prepare: NixlPrepare | None = None) -> list[PlanTiming]:
     return timings
 
 
-def scattered_request(order: str, blocks: int) -> tuple[CacheSpec, Planner, Span]:
+def scattered_request(order: str, blocks: int) -> tuple[CacheSpec, Planner, SpanPair]:
     """A spec of 80 layers in that layout, its planner to itself, and a request of `blocks` blocks in random places."""
     spec = _spec(order, 2 * blocks)
     random = np.random.default_rng(0)
     source, destination = (random.permutation(2 * blocks)[:blocks].astype(np.uint32) for _ in range(2))
-    return spec, Planner(spec, spec, route([spec], spec).shares[0]), Span(0, source, 0, destination)
+    return spec, Planner(spec, spec, route([spec], spec).shares[0]), SpanPair(0, source, 0, destination)
 
 
 def print_timings(timings: Iterable[PlanTiming]) -> None:

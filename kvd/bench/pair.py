@@ -17,7 +17,7 @@ from kvd.bench.spec import flat_spec, pattern
 from kvd.client import Blocks, Done, Worker
 from kvd.errors import ErrorCode, refusal
 from kvd.layout import CacheSpec
-from kvd.plan import Descriptors, Planner, Span, route
+from kvd.plan import Descriptors, Planner, SpanPair, route
 from kvd.processes import START_SECONDS, Child, Processes
 from kvd.transport.nixl.poll_interval import PROMPT, RECENT
 
@@ -52,7 +52,7 @@ class Pool:
     def descriptors(self, source: Sequence[int], destination: Sequence[int]) -> Descriptors:
         """The descriptors that kvd plans for these blocks."""
         there, here = (np.asarray(side, dtype=np.uint32) for side in (source, destination))
-        return self._planner.plan([Span(0, there, 0, here)])
+        return self._planner.plan([SpanPair(0, there, 0, here)])
 
     def rows(self, ids: Sequence[int]) -> list[int]:
         """The rows of `bytes` that these blocks occupy, in the layout's order."""

@@ -6,7 +6,7 @@ from kvd.plan.compat import check_compatible
 from kvd.plan.planner import Planner
 from kvd.plan.route import route
 from kvd.plan.template import check_runs, check_units
-from kvd.plan.units import Section, Span
+from kvd.plan.units import Section, SpanPair
 
 __all__ = [
     "KEYS",
@@ -14,7 +14,7 @@ __all__ = [
     "Descriptors",
     "Planner",
     "Section",
-    "Span",
+    "SpanPair",
     "align",
     "check_compatible",
     "check_ids",

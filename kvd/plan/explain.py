@@ -13,7 +13,7 @@ from kvd.plan.align import align
 from kvd.plan.compat import check_compatible
 from kvd.plan.planner import Planner
 from kvd.plan.route import route
-from kvd.plan.units import Span
+from kvd.plan.units import SpanPair
 
 IdOrder: TypeAlias = Literal["scattered", "adjacent"]
 
@@ -71,7 +71,7 @@ def explain(sources: Sequence[CacheSpec], destination: CacheSpec, tokens: int, i
     offered, wanted = _tables("source", sources[0], tokens), _tables("destination", destination, tokens)
     if ids == "scattered":
         wanted = [(first, table[::-1]) for first, table in wanted]
-    spans = [Span(*source, *table) for source, table in zip(offered, wanted, strict=True)]
+    spans = [SpanPair(*source, *table) for source, table in zip(offered, wanted, strict=True)]
     lengths = [planner.plan(spans, tokens).length for planner in planners]
     groups = []
     for index, (ours, theirs) in enumerate(pairs):
@@ -135,5 +135,5 @@ def _tables(side: str, spec: CacheSpec, tokens: int) -> list[tuple[int, NDArray[
     return tables
 
 
-def _empty(span: Span) -> Span:
-    return Span(span.source_first, span.source_ids[:0], span.destination_first, span.destination_ids[:0])
+def _empty(span: SpanPair) -> SpanPair:
+    return SpanPair(span.source_first, span.source_ids[:0], span.destination_first, span.destination_ids[:0])

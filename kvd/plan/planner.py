@@ -10,7 +10,7 @@ from kvd.limits import MAX_DESCRIPTORS
 from kvd.plan.arrays import Copy, Descriptors, Ints, ascending, join
 from kvd.plan.route import Share
 from kvd.plan.template import Runs, Template, check_runs, check_units, make_templates
-from kvd.plan.units import WHOLE, Pairing, Section, Span, Units
+from kvd.plan.units import WHOLE, Pairing, Section, SpanPair, Units
 
 FEW = 16
 """Plans of up to so many descriptors are made without arrays, which take longer (80 us if their code is cold)."""
@@ -69,7 +69,7 @@ class Planner:
         """How many descriptors a plan has at most that fills so many destination blocks."""
         return self._most * blocks
 
-    def plan(self, spans: Sequence[Span], tokens: int | None = None, section: Section = WHOLE) -> Descriptors:
+    def plan(self, spans: Sequence[SpanPair], tokens: int | None = None, section: Section = WHOLE) -> Descriptors:
         """The descriptors that fill every destination block named, one span a group in the groups' order.
 
         With a `section` only what is new: plans of sections that follow each other move each byte once, and together
@@ -94,7 +94,7 @@ class Planner:
             plan.add(template, [units[group] for group in groups])
         return plan.descriptors()
 
-    def _plan_few(self, spans: Sequence[Span], tokens: int | None, section: Section) -> Descriptors:
+    def _plan_few(self, spans: Sequence[SpanPair], tokens: int | None, section: Section) -> Descriptors:
         pairs = [pairing.pairs(span, tokens, section) for pairing, span in zip(self._pairings, spans, strict=True)]
         copies: list[Copy] = []
         for template, offsets, groups in self._few:

@@ -14,7 +14,7 @@ from kvd.plan.arrays import Ids, Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SpanPair:
     """One group's part of a transfer: blocks at consecutive positions of the sequence, on either side.
 
     `source_ids` (uint32 [S]) are the blocks offered from position `source_first`; `destination_ids` (uint32 [D]) are
@@ -80,7 +80,7 @@ class Pairing:
         """The units of a destination block that lie on this rank."""
         return 1 if self._ranks > 1 else self._destination_units
 
-    def units(self, span: Span, tokens: int | None, section: Section = WHOLE) -> Units:
+    def units(self, span: SpanPair, tokens: int | None, section: Section = WHOLE) -> Units:
         """The units of `span` in `section`, on both sides.
 
         Raises:
@@ -105,7 +105,7 @@ class Pairing:
             source_phase = phase = None
         return Units(source_ids, source_phase, ids, phase)
 
-    def pairs(self, span: Span, tokens: int | None, section: Section = WHOLE) -> list[Pair]:
+    def pairs(self, span: SpanPair, tokens: int | None, section: Section = WHOLE) -> list[Pair]:
         """Like `units`, as tuples."""
         if not len(span.destination_ids):
             return []
@@ -125,7 +125,7 @@ class Pairing:
         """The first unit from `low` on that lies on these ranks."""
         return low + (self._rank - low) % self._ranks
 
-    def _section(self, span: Span, tokens: int | None, section: Section) -> tuple[Span, int, int]:
+    def _section(self, span: SpanPair, tokens: int | None, section: Section) -> tuple[SpanPair, int, int]:
         """The span to move, and its first and last + 1 position in `section`, counted in units."""
         if section.stop is None:
             span, low, high = self._range(span, tokens)
@@ -138,7 +138,7 @@ class Pairing:
             low = max(low, section.start // self._unit)
         return span, low, high
 
-    def _overlap(self, span: Span) -> tuple[int, int]:
+    def _overlap(self, span: SpanPair) -> tuple[int, int]:
         """The positions that are on both sides, first and last + 1, counted in units."""
         source_stop = span.source_first + len(span.source_ids)
         destination_stop = span.destination_first + len(span.destination_ids)
@@ -146,7 +146,7 @@ class Pairing:
         high = min(source_stop * self._source_units, destination_stop * self._destination_units)
         return low, high
 
-    def _range(self, span: Span, tokens: int | None) -> tuple[Span, int, int]:
+    def _range(self, span: SpanPair, tokens: int | None) -> tuple[SpanPair, int, int]:
         """The span to move, and its first and last + 1 position, counted in units."""
         if self._is_state and self._source.block_tokens != self._destination.block_tokens:
             span = self._last_state(span, tokens)
@@ -162,7 +162,7 @@ class Pairing:
             self._refuse(span)
         return span, low, high
 
-    def _covers(self, span: Span, tokens: int) -> bool:
+    def _covers(self, span: SpanPair, tokens: int) -> bool:
         """Whether the offered blocks hold all needed tokens of the wanted ones."""
         if self._is_state:
             return True
@@ -172,7 +172,7 @@ class Pairing:
         stop_offered = (span.source_first + len(span.source_ids)) * offered
         return first >= stop or (span.source_first * offered <= first and stop <= stop_offered)
 
-    def _last_state(self, span: Span, tokens: int | None) -> Span:
+    def _last_state(self, span: SpanPair, tokens: int | None) -> SpanPair:
         """The one block on each side that holds the state after `tokens`, where block sizes differ."""
         if tokens is None:
             text = f"{self._name}: states of different block_tokens need the number of tokens, which is missing"
@@ -181,14 +181,14 @@ class Pairing:
         destination_at = self._destination.needed(tokens).start - span.destination_first
         if not (0 <= source_at < len(span.source_ids) and 0 <= destination_at < len(span.destination_ids)):
             self._refuse(span)
-        return Span(
+        return SpanPair(
             0,
             span.source_ids[source_at : source_at + 1],
             0,
             span.destination_ids[destination_at : destination_at + 1],
         )
 
-    def _refuse(self, span: Span) -> None:
+    def _refuse(self, span: SpanPair) -> None:
         first, stop = span.destination_first, span.destination_first + len(span.destination_ids)
         offered = range(span.source_first, span.source_first + len(span.source_ids))
         raise refusal(

@@ -14,7 +14,7 @@ from kvd.engines.vllm.cache.spec import CacheGroup, Order, Pages, WorkerCache
 from kvd.engines.vllm.cache.spec import cache_spec as vllm_spec
 from kvd.errors import BadRequest
 from kvd.layout import CacheSpec, Full, Shard
-from kvd.plan import Planner, Span, align, check_compatible, route
+from kvd.plan import Planner, SpanPair, align, check_compatible, route
 
 LAYERS, HEADS, CHANNELS, WIDTH = 3, 2, 8, 4
 BLOCKS = 12
@@ -116,7 +116,7 @@ def test_every_token_has_its_keys_and_values_on_the_other_side(
     (share,) = route([theirs], ours).shares
     planner = Planner(theirs, ours, share)
     none = np.empty(0, np.uint32)
-    spans = [Span(0, tables[0], 0, tables[1])] + [Span(0, none, 0, none)] * (planner.groups - 1)
+    spans = [SpanPair(0, tables[0], 0, tables[1])] + [SpanPair(0, none, 0, none)] * (planner.groups - 1)
     there = random.integers(0, 1 << 8, source.pool_bytes, dtype=np.uint8)
     here = np.zeros(destination.pool_bytes, dtype=np.uint8)
     for src, dst, nbytes in planner.plan(spans, length).copies:
@@ -133,7 +133,7 @@ def test_equal_layouts_move_in_runs_as_long_as_before_they_are_told_number_by_nu
     assert align(spec, spec) == (spec, spec)
     (share,) = route([spec], spec).shares
     ids = [np.array([block], np.uint32) for block in (3, 5)]
-    lengths = Planner(spec, spec, share).plan([Span(0, ids[0], 0, ids[1])]).length.tolist()
+    lengths = Planner(spec, spec, share).plan([SpanPair(0, ids[0], 0, ids[1])]).length.tolist()
     assert lengths == [HEADS * 4 * 2 * CHANNELS * WIDTH] * LAYERS
 
 
@@ -148,7 +148,7 @@ def test_records_are_refused_by_an_engine_that_has_none() -> None:
     (share,) = route([theirs], ours).shares
     block, none = np.array([1], np.uint32), np.empty(0, np.uint32)
     with pytest.raises(BadRequest, match=r"groups\[1\]: positions 0 to 1 .* are asked for, 0 to 0"):
-        Planner(theirs, ours, share).plan([Span(0, block, 0, block), Span(0, none, 0, block)])
+        Planner(theirs, ours, share).plan([SpanPair(0, block, 0, block), SpanPair(0, none, 0, block)])
 
 
 def test_a_group_that_one_side_lacks_is_refused_unless_it_lies_beside_the_cache() -> None:

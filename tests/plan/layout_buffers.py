@@ -7,7 +7,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from kvd.layout import CacheSpec, Shard, State, View
 from kvd.layout.models import LayerKind, Model, even_stages, model_spec
-from kvd.plan import Descriptors, Planner, Span, check_compatible, route
+from kvd.plan import Descriptors, Planner, SpanPair, check_compatible, route
 
 ORDER = ("layer", "kv", "head", "token", "tap", "channel", "byte")
 
@@ -57,7 +57,7 @@ def scattered(spec: CacheSpec, counts: list[int], seed: int) -> list[np.ndarray]
     return tables
 
 
-def spans_for(source: CacheSpec, destination: CacheSpec, tokens: int, hits: list[int] | None = None) -> list[Span]:
+def spans_for(source: CacheSpec, destination: CacheSpec, tokens: int, hits: list[int] | None = None) -> list[SpanPair]:
     """All that is needed at `tokens` tokens, less the first `hits[g]` positions that the consumer holds already."""
     offered = [group.needed(tokens) for group in source.groups]
     wanted = [group.needed(tokens) for group in destination.groups]
@@ -65,7 +65,7 @@ def spans_for(source: CacheSpec, destination: CacheSpec, tokens: int, hits: list
     source_ids = scattered(source, [len(need) for need in offered], 1)
     destination_ids = scattered(destination, [len(need) for need in wanted], 2)
     return [
-        Span(ours.start, ours_ids, theirs.start, theirs_ids)
+        SpanPair(ours.start, ours_ids, theirs.start, theirs_ids)
         for ours, ours_ids, theirs, theirs_ids in zip(offered, source_ids, wanted, destination_ids, strict=True)
     ]
 

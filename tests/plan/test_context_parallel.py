@@ -9,7 +9,7 @@ import pytest
 from kvd.layout import Full
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import Attention, Latent
-from kvd.plan import Planner, Span, route
+from kvd.plan import Planner, SpanPair, route
 from kvd.plan.explain import explain
 from kvd.plan.planner import FEW
 from tests.plan.layout_buffers import engine, model, move
@@ -103,5 +103,5 @@ def test_a_small_plan_takes_no_steps_for_the_tokens_of_other_ranks() -> None:
     destination = destinations[5]
     planner = Planner(source, destination, route([source], destination).shares[0])
     theirs, ours = np.arange(blocks * ranks, dtype=np.uint32), np.arange(blocks, dtype=np.uint32)
-    assert planner.plan([Span(0, theirs, 0, ours)]).bytes == blocks * destination.groups[0].block_bytes
-    assert steps(lambda: planner.plan([Span(0, theirs, 0, ours)])) < blocks * ranks / 10
+    assert planner.plan([SpanPair(0, theirs, 0, ours)]).bytes == blocks * destination.groups[0].block_bytes
+    assert steps(lambda: planner.plan([SpanPair(0, theirs, 0, ours)])) < blocks * ranks / 10

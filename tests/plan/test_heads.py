@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvd.layout import Axis, CacheSpec, Full, Group, Shard, View
-from kvd.plan import Planner, Span, check_compatible, route
+from kvd.plan import Planner, SpanPair, check_compatible, route
 
 TOTALS = (4, 2)
 """Heads of layer 0 and of layer 1, over all ranks."""
@@ -51,7 +51,7 @@ def test_each_layer_has_all_heads_that_its_rank_wants(there: int, here: int) -> 
         got = np.zeros(ours.pool_bytes, np.uint8)
         for share in route(sources, ours).shares:
             check_compatible(sources[share.source], ours)
-            span = Span(0, np.array([3], np.uint32), 0, np.array([1], np.uint32))
+            span = SpanPair(0, np.array([3], np.uint32), 0, np.array([1], np.uint32))
             for src, dst, length in Planner(sources[share.source], ours, share).plan([span]).copies:
                 got[dst : dst + length] = pools[share.source][src : src + length]
         for layer, total in enumerate(TOTALS):

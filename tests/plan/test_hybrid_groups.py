@@ -8,7 +8,7 @@ from kvd.errors import BadRequest, ErrorCode
 from kvd.layout import Chunked, Full, Sliding, State
 from kvd.layout.models import MODELS, LayerKind, Model
 from kvd.layout.presets import Attention, Recurrent, Section
-from kvd.plan import Planner, Span, route
+from kvd.plan import Planner, SpanPair, route
 from kvd.plan.explain import explain
 from tests.plan.layout_buffers import engine, model, move, spans_for
 
@@ -60,7 +60,7 @@ def test_neighbouring_blocks_of_different_groups_are_joined_where_the_groups_ove
     (spec,) = engine(GEMMA, "cross-layer-hnd", block=16, overlay=True)
     assert len(spec.groups) == 3
     planner = Planner(spec, spec, route([spec], spec).shares[0])
-    spans = [Span(0, np.array([block], np.uint32), 0, np.array([block + 9], np.uint32)) for block in (4, 5, 6)]
+    spans = [SpanPair(0, np.array([block], np.uint32), 0, np.array([block + 9], np.uint32)) for block in (4, 5, 6)]
     plan = planner.plan(spans)
     assert (plan.count, plan.bytes) == (1, sum(group.block_bytes for group in spec.groups))
 
@@ -86,7 +86,7 @@ def test_checkpoints_of_a_state_move_by_position_like_any_block() -> None:
     (spec,) = engine(NEXT, "packed-hnd", block=16)
     planner = Planner(spec, spec, route([spec], spec).shares[0])
     none = np.empty(0, np.uint32)
-    spans = [Span(0, none, 0, none), Span(3, np.array([7, 8], np.uint32), 3, np.array([1, 2], np.uint32))]
+    spans = [SpanPair(0, none, 0, none), SpanPair(3, np.array([7, 8], np.uint32), 3, np.array([1, 2], np.uint32))]
     assert planner.plan(spans).bytes == 2 * spec.groups[1].block_bytes
 
 
@@ -96,7 +96,7 @@ def test_what_is_asked_for_and_not_offered_is_refused_with_both_ranges() -> None
     five, none = np.arange(5, dtype=np.uint32), np.empty(0, np.uint32)
     for first in (1, 6, 10):
         with pytest.raises(BadRequest, match=rf"groups\[1\]: positions 5 to 10 .* {first} to {first + 5}") as refused:
-            planner.plan([Span(0, none, 0, none), Span(first, five, 5, five)])
+            planner.plan([SpanPair(0, none, 0, none), SpanPair(first, five, 5, five)])
         assert refused.value.code == ErrorCode.BAD_BLOCKS
 
 
@@ -104,7 +104,7 @@ def test_a_partly_offered_block_is_refused_where_its_missing_tokens_are_needed()
     (ours,), (theirs,) = engine(GEMMA, "packed-hnd", block=4), engine(GEMMA, "packed-hnd", block=16)
     planner = Planner(ours, theirs, route([ours], theirs).shares[0])
     none = np.empty(0, np.uint32)
-    spans = [Span(1, np.arange(9, dtype=np.uint32), 0, np.arange(2, dtype=np.uint32)), Span(0, none, 0, none)]
+    spans = [SpanPair(1, np.arange(9, dtype=np.uint32), 0, np.arange(2, dtype=np.uint32)), SpanPair(0, none, 0, none)]
     assert planner.plan(spans).count > 0
     with pytest.raises(BadRequest, match="positions 0 to 2 of 16 tokens are asked for, 1 to 10 of 4 tokens"):
         planner.plan(spans, tokens=32)
@@ -114,7 +114,7 @@ def test_an_empty_group_moves_nothing() -> None:
     (spec,) = engine(GEMMA, "packed-hnd", block=16)
     planner = Planner(spec, spec, route([spec], spec).shares[0])
     none = np.empty(0, np.uint32)
-    plan = planner.plan([Span(0, none, 0, none), Span(0, np.arange(9, dtype=np.uint32), 4, none)], tokens=100)
+    plan = planner.plan([SpanPair(0, none, 0, none), SpanPair(0, np.arange(9, dtype=np.uint32), 4, none)], tokens=100)
     assert (plan.count, plan.bytes) == (0, 0)
 
 
@@ -122,7 +122,7 @@ def test_spans_that_are_not_one_a_group_are_refused() -> None:
     (spec,) = engine(GEMMA, "packed-hnd", block=16)
     with pytest.raises(BadRequest, match="1 spans for 2 groups"):
         Planner(spec, spec, route([spec], spec).shares[0]).plan(
-            [Span(0, np.empty(0, np.uint32), 0, np.empty(0, np.uint32))]
+            [SpanPair(0, np.empty(0, np.uint32), 0, np.empty(0, np.uint32))]
         )
 
 
@@ -132,7 +132,7 @@ def test_a_block_of_which_a_needed_part_is_missing_is_refused(first: int, offere
     none = np.empty(0, np.uint32)
     blocks = -(-max(offered, 1) * 4 // 16)
     wanted = np.arange(blocks, dtype=np.uint32)
-    spans = [Span(first, np.arange(offered, dtype=np.uint32), 0, wanted), Span(0, none, 0, none)]
+    spans = [SpanPair(first, np.arange(offered, dtype=np.uint32), 0, wanted), SpanPair(0, none, 0, none)]
     with pytest.raises(BadRequest, match=f"positions 0 to {blocks} of 16 tokens are asked for"):
         Planner(ours, theirs, route([ours], theirs).shares[0]).plan(spans, tokens=blocks * 16 if offered else None)
 
@@ -141,6 +141,6 @@ def test_a_state_that_is_not_the_last_is_refused_where_block_sizes_differ() -> N
     (spec,) = engine(NEXT, "packed-hnd", block=16)
     ours, theirs = _with_state_blocks(spec, 64), _with_state_blocks(spec, 48)
     one, none = np.array([3], np.uint32), np.empty(0, np.uint32)
-    spans = [Span(0, none, 0, none), Span(0, one, 2, one)]
+    spans = [SpanPair(0, none, 0, none), SpanPair(0, one, 2, one)]
     with pytest.raises(BadRequest, match=r"groups\[1\]: positions 2 to 3 of 48 tokens are asked for, 0 to 1 of 64"):
         Planner(ours, theirs, route([ours], theirs).shares[0]).plan(spans, tokens=100)

@@ -6,7 +6,7 @@ import pytest
 from kvd.layout import Axis, CacheSpec, Full, Group, Shard, View
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import Attention
-from kvd.plan import Planner, Span, route
+from kvd.plan import Planner, SpanPair, route
 from tests.plan.layout_buffers import engine, model, move
 
 LAYERS, HEADS, HEAD, BLOCK = 4, 8, 4, 4
@@ -14,10 +14,10 @@ MODEL = model(LayerKind(Full(), tuple(range(LAYERS)), (Attention(HEADS, HEAD),))
 TOKENS, BLOCKS = 17, 5
 
 
-def far_apart(count: int = BLOCKS) -> list[Span]:
+def far_apart(count: int = BLOCKS) -> list[SpanPair]:
     """Ascending on one side and descending on the other: no two blocks are neighbours on both."""
     ids = np.arange(1, count + 1, dtype=np.uint32)
-    return [Span(0, ids, 0, ids[::-1])]
+    return [SpanPair(0, ids, 0, ids[::-1])]
 
 
 def count(producer: str, consumer: str, *, ours: int = 1, theirs: int = 1, rank: int = 0) -> int:
@@ -56,14 +56,14 @@ def test_cross_layer_blocks_with_heads_outside_layers_are_cut_by_rank_without_sp
 
 def test_neighbouring_cross_layer_blocks_become_one_descriptor() -> None:
     sources, (destination,) = engine(MODEL, "cross-layer-hnd"), engine(MODEL, "cross-layer-hnd")
-    together = [Span(0, np.array([3, 4, 5, 9, 10], np.uint32), 0, np.array([7, 8, 9, 1, 2], np.uint32))]
+    together = [SpanPair(0, np.array([3, 4, 5, 9, 10], np.uint32), 0, np.array([7, 8, 9, 1, 2], np.uint32))]
     assert move(sources, destination, TOKENS, spans=together).count == 2
 
 
 def test_neighbours_are_joined_in_whatever_order_the_sequence_has_them() -> None:
     sources, (destination,) = engine(MODEL, "cross-layer-hnd"), engine(MODEL, "cross-layer-hnd")
     backwards = np.array([9, 8, 7, 6, 5], np.uint32)
-    assert move(sources, destination, TOKENS, spans=[Span(0, backwards, 0, backwards + 20)]).count == 1
+    assert move(sources, destination, TOKENS, spans=[SpanPair(0, backwards, 0, backwards + 20)]).count == 1
 
 
 @pytest.mark.parametrize("layout", ["flash-hnd", "flashinfer-hnd", "packed-nhd"])
@@ -98,7 +98,7 @@ def test_of_a_last_partial_block_whole_blocks_of_the_smaller_size_move() -> None
 
 def test_the_small_blocks_of_one_large_block_are_joined_where_they_are_neighbours() -> None:
     sources, (destination,) = engine(MODEL, "packed-nhd", block=16), engine(MODEL, "packed-nhd", block=4)
-    spans = [Span(0, np.array([3], np.uint32), 0, np.array([8, 9, 10, 11], np.uint32))]
+    spans = [SpanPair(0, np.array([3], np.uint32), 0, np.array([8, 9, 10, 11], np.uint32))]
     assert move(sources, destination, 16, spans=spans).count == LAYERS
 
 
@@ -140,4 +140,4 @@ def kernel_blocks(pages: int, kernel: int, blocks: int = 16) -> CacheSpec:
 def move_bytes(source: CacheSpec, destination: CacheSpec, tokens: int) -> int:
     tables = [np.arange(len(spec.groups[0].needed(tokens)), dtype=np.uint32) for spec in (source, destination)]
     planner = Planner(source, destination, route([source], destination).shares[0])
-    return planner.plan([Span(0, tables[0], 0, tables[1])], tokens).bytes
+    return planner.plan([SpanPair(0, tables[0], 0, tables[1])], tokens).bytes

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kvd.plan import Descriptors, Planner, Span, check_compatible, route
+from kvd.plan import Descriptors, Planner, SpanPair, check_compatible, route
 from tests.plan.layout_cases import Case, cases
 from tests.plan.layout_reference import fewest_descriptors, mapping
 
@@ -15,7 +15,7 @@ thorough = settings(
 
 def plans(case: Case) -> list[tuple[int, Descriptors]]:
     spans = [
-        Span(
+        SpanPair(
             source.first,
             np.array(source.ids, dtype=np.uint32),
             wanted.first,

@@ -8,7 +8,7 @@ from kvd.layout import Axis, CacheSpec, Full, Group, Shard, View
 from kvd.layout.models import LayerKind
 from kvd.layout.presets import LAYOUTS, Attention
 from kvd.limits import MAX_BLOCK_DESCRIPTORS
-from kvd.plan import Descriptors, Planner, Span, check_ids, route
+from kvd.plan import Descriptors, Planner, SpanPair, check_ids, route
 from tests.plan.layout_buffers import engine, model
 from tests.support.steps import steps
 
@@ -20,8 +20,8 @@ def planner_between(sources, destination) -> Planner:
     return Planner(sources[0], destination, route(sources, destination).shares[0])
 
 
-def span(source, destination) -> list[Span]:
-    return [Span(0, np.array(source, np.uint32), 0, np.array(destination, np.uint32))]
+def span(source, destination) -> list[SpanPair]:
+    return [SpanPair(0, np.array(source, np.uint32), 0, np.array(destination, np.uint32))]
 
 
 def test_descriptors_are_unsigned_offsets_with_a_count_and_bytes() -> None:
@@ -133,7 +133,7 @@ def test_a_plan_of_one_unit_takes_no_memory_for_all_others_of_its_block(monkeypa
 @pytest.mark.parametrize("bound", ["_MOST_PAIRS", "_MOST_WRAPS"])
 def test_neighbours_are_joined_where_there_are_too_many_ways_to_foresee(monkeypatch, bound: str) -> None:
     ours, theirs = (engine(MODEL, "flash-hnd", block=size)[0] for size in (8, 4))
-    blocks = Span(0, np.arange(4, dtype=np.uint32), 0, np.arange(8, dtype=np.uint32))
+    blocks = SpanPair(0, np.arange(4, dtype=np.uint32), 0, np.arange(8, dtype=np.uint32))
     foreseen = planner_between([ours], theirs).plan([blocks])
     monkeypatch.setattr(f"kvd.plan.template.{bound}", 0)
     joined = planner_between([ours], theirs).plan([blocks])
@@ -189,5 +189,5 @@ def test_ids_may_come_as_they_lie_in_a_message() -> None:
     for blocks in (1, 40):
         ids = np.random.default_rng(blocks).permutation(64)[:blocks].astype(np.uint32)
         lying = memoryview(ids.tobytes()).cast("I")
-        one, other = (planner.plan([Span(0, taken, 0, taken)]) for taken in (ids, lying))
+        one, other = (planner.plan([SpanPair(0, taken, 0, taken)]) for taken in (ids, lying))
         assert one.copies == other.copies

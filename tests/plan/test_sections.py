@@ -6,16 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.layout import Full
-from kvd.plan import Planner, Section, Span, route
+from kvd.plan import Planner, Section, SpanPair, route
 from tests.plan.layout_cases import Case, cases
 from tests.plan.layout_reference import contents
 from tests.plan.test_oracle import thorough
 
 
-def spans_of(case: Case, offered: list[int]) -> list[Span]:
+def spans_of(case: Case, offered: list[int]) -> list[SpanPair]:
     """With so many of the offered blocks of each group."""
     return [
-        Span(
+        SpanPair(
             source.first,
             np.array(source.ids[:count], dtype=np.uint32),
             wanted.first,

@@ -279,5 +279,5 @@ def plan_read(source: Source, told: Told, section: plan.Section, wanted: Sequenc
     return source.planner.plan(spans, told.tokens, section)
 
 
-def _pair(there: Span, here: Span) -> plan.Span:
-    return plan.Span(there.first, memoryview(there.ids).cast("I"), here.first, memoryview(here.ids).cast("I"))
+def _pair(there: Span, here: Span) -> plan.SpanPair:
+    return plan.SpanPair(there.first, memoryview(there.ids).cast("I"), here.first, memoryview(here.ids).cast("I"))

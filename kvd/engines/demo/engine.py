@@ -24,7 +24,7 @@ from kvd.engines.demo.model import Model, ModelConfig, attention
 from kvd.engines.demo.paged import BlockManager, PagedCache
 from kvd.engines.demo.spec import engine_specs
 from kvd.layout import CacheSpec
-from kvd.plan import Planner, Span, route
+from kvd.plan import Planner, SpanPair, route
 from kvd.protocol import ticket
 
 U64 = NDArray[np.uint64]
@@ -96,7 +96,7 @@ class HostCopy:
     def _pieces(self, blocks: Sequence[int]) -> tuple[U64, U64]:
         """Where these blocks lie in the pool, and how long each piece is."""
         ids = np.asarray(blocks, np.uint32)
-        planned = self._planner.plan([Span(0, ids, 0, ids)])
+        planned = self._planner.plan([SpanPair(0, ids, 0, ids)])
         return planned.dst, planned.length
 
     def _copy(self, targets: U64, sources: U64, lengths: U64) -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from kvd.engines.demo.router import Request
 from kvd.engines.demo.timeline import Timeline
 from kvd.layout import CacheSpec
-from kvd.plan import Planner, Span, check_compatible, route
+from kvd.plan import Planner, SpanPair, check_compatible, route
 from kvd.protocol import ticket
 
 
@@ -46,7 +46,7 @@ class Traffic:
         """What the ticket `text` moves into the consumer's `blocks`, over all ranks, which share block ids."""
         pulled = ticket.decode(text)
         offered = np.frombuffer(pulled.blocks[0][0].ids, dtype="<u4")
-        spans = [Span(0, offered, 0, np.array(blocks, dtype=np.uint32))]
+        spans = [SpanPair(0, offered, 0, np.array(blocks, dtype=np.uint32))]
         plans = [plan.plan(spans, pulled.tokens) for plan in self._plans]
         return Amount(sum(plan.bytes for plan in plans), sum(plan.count for plan in plans))
 

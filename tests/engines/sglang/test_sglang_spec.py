@@ -10,7 +10,7 @@ from kvd.engines.sglang.spec import Cache, cache_spec
 from kvd.errors import BadRequest
 from kvd.layout import Shard
 from kvd.limits import MAX_TRANSFER_RECORDS
-from kvd.plan import Planner, Span, route
+from kvd.plan import Planner, SpanPair, route
 from kvd.plan.compat import check_compatible
 
 GQA = Cache(
@@ -46,7 +46,7 @@ def test_a_pull_brings_the_slots_of_the_pages_in_every_layer_and_the_record(cach
     source = np.random.default_rng(0).integers(1, 255, spec.pool_bytes, dtype=np.uint8)
     here = np.zeros_like(source)
     (share,) = route([spec], spec).shares
-    spans = [Span(0, ids(2, 5, 9), 1, ids(7, 3)), Span(0, ids(6), 0, ids(1000))]
+    spans = [SpanPair(0, ids(2, 5, 9), 1, ids(7, 3)), SpanPair(0, ids(6), 0, ids(1000))]
     for src, dst, length in Planner(spec, spec, share).plan(spans, 12).copies:
         here[dst : dst + length] = source[src : src + length]
     theirs, ours = buffers(cache, source), buffers(cache, here)
@@ -81,7 +81,7 @@ def test_each_rank_gets_its_heads_and_a_record_from_ranks_that_may_be_more_or_fe
         spec = cache_spec(cache)
         here = np.zeros(spec.pool_bytes, np.uint8)
         for share in route(specs, spec).shares:
-            spans = [Span(0, ids(5), 0, ids(7)), Span(0, ids(6), 0, ids(1000))]
+            spans = [SpanPair(0, ids(5), 0, ids(7)), SpanPair(0, ids(6), 0, ids(1000))]
             for src, dst, length in Planner(specs[share.source], spec, share).plan(spans, 4).copies:
                 here[dst : dst + length] = pools[share.source][src : src + length]
         heads = cache.shard.heads(cache.total_heads)

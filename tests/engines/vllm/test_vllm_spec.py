@@ -8,7 +8,7 @@ import pytest
 from kvd.engines.vllm.cache.spec import CacheGroup, Pages, WorkerCache, cache_spec
 from kvd.errors import BadRequest
 from kvd.layout import Full, Shard, Sliding
-from kvd.plan import Planner, Span, route
+from kvd.plan import Planner, SpanPair, route
 
 BLOCKS = 8
 
@@ -103,7 +103,7 @@ def test_a_rank_of_two_reads_its_heads_of_a_block_as_one_run_a_layer() -> None:
     consumer = cache_spec(cache(group(half), layers=2, nbytes=2 * BLOCKS * 8192, tp_rank=1, tp_size=2))
     (share,) = route([producer], consumer).shares
     ids = [np.array([block], np.uint32) for block in (3, 5)]
-    descriptors = Planner(producer, consumer, share).plan([Span(0, ids[0], 0, ids[1])])
+    descriptors = Planner(producer, consumer, share).plan([SpanPair(0, ids[0], 0, ids[1])])
     assert descriptors.length.tolist() == [8192, 8192]
     assert descriptors.src.tolist() == [3 * 16384 + 8192, 131072 + 3 * 16384 + 8192]
 

@@ -11,7 +11,7 @@ from kvd.engines.vllm.cache.spec import CacheGroup, States, WorkerCache, cache_s
 from kvd.engines.vllm.cache.states import recurrent
 from kvd.errors import BadRequest
 from kvd.layout import CacheSpec, Shard, State
-from kvd.plan import Planner, Span, check_compatible, route
+from kvd.plan import Planner, SpanPair, check_compatible, route
 
 BLOCKS, LAYERS = 5, 3
 
@@ -125,7 +125,7 @@ def states_of(kind: Kind, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
     return sections, source.integers(1, 1 << 32, (kind.heads, *kind.inner), np.uint32)
 
 
-def move(producer: Engine, consumer: Engine, spans: list[Span], tokens: int) -> None:
+def move(producer: Engine, consumer: Engine, spans: list[SpanPair], tokens: int) -> None:
     """Every rank of the consumer pulls."""
     for rank, spec in enumerate(consumer.specs):
         for source in producer.specs:
@@ -151,7 +151,7 @@ def test_each_rank_gets_its_channels_and_heads_of_a_state_and_nothing_else_chang
     expected = {layer: states_of(kind, layer) for layer in range(LAYERS)}
     for layer, (sections, state) in expected.items():
         producer.write(layer, 2, sections, state)
-    move(producer, consumer, [Span(3, ids(2), 3, ids(4))], tokens=4 * 64 - 5)
+    move(producer, consumer, [SpanPair(3, ids(2), 3, ids(4))], tokens=4 * 64 - 5)
     for rank in range(readers):
         for layer, (sections, state) in expected.items():
             assert np.array_equal(consumer.block(rank, layer, 4), consumer.bytes_of(rank, sections, state))
@@ -165,7 +165,7 @@ def test_a_state_goes_from_an_engine_that_keeps_one_at_each_block_to_one_that_ke
     sections, state = states_of(kind, 1)
     producer.write(0, 1, *states_of(kind, 2))
     producer.write(0, 2, sections, state)
-    move(producer, consumer, [Span(2, ids(1, 2), 0, ids(4))], tokens=3 * 64 + 1)
+    move(producer, consumer, [SpanPair(2, ids(1, 2), 0, ids(4))], tokens=3 * 64 + 1)
     assert np.array_equal(consumer.block(0, 0, 4)[: consumer.nbytes], consumer.bytes_of(0, sections, state))
 
 
@@ -173,7 +173,7 @@ def test_a_state_of_fewer_tokens_than_the_ticket_names_is_refused() -> None:
     kind = KINDS["gated delta net"]
     producer, consumer = (Engine(kind, 1, channels_first=False, block_tokens=size) for size in (64, 2048))
     with pytest.raises(BadRequest, match="are asked for"):
-        move(producer, consumer, [Span(2, ids(1, 2), 0, ids(4))], tokens=4 * 64 + 1)
+        move(producer, consumer, [SpanPair(2, ids(1, 2), 0, ids(4))], tokens=4 * 64 + 1)
 
 
 @pytest.mark.parametrize(
