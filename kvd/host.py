@@ -20,6 +20,20 @@ def boot_id() -> str:
     return _BOOT_ID.read_text(encoding="ascii").strip()
 
 
+def without_links(address: str) -> str:
+    """An address whose socket, if it is a Unix socket, lies in a folder that is named without links.
+
+    Raises:
+        ValueError: there is a zero byte in it.
+
+    """
+    place, mark, key = address.partition("#")
+    if not place.startswith("ipc:///"):
+        return address
+    folder, name = os.path.split(place.removeprefix("ipc://"))
+    return f"ipc://{os.path.join(os.path.realpath(folder), name)}{mark}{key}"
+
+
 def raise_open_files(wanted: int) -> None:
     """Raises the limit of open files to `wanted`, or as far as the host allows.
 

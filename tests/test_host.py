@@ -59,3 +59,16 @@ def test_an_address_leads_to_the_interface_that_has_it(address: str) -> None:
 @pytest.mark.parametrize("address", ["203.0.113.77", "2001:db8::77", "decode.example", "eth0", ""])
 def test_what_no_interface_has_leads_to_none(address: str) -> None:
     assert host.interface_of(address) is None
+
+
+@pytest.mark.parametrize("key", ["", "#" + "ab" * 32])
+def test_an_address_is_the_same_without_links_but_for_its_folder(tmp_path: Path, key: str) -> None:
+    (tmp_path / "link").symlink_to("folder/inner")
+    named = host.without_links(f"ipc://{tmp_path}/link/absent/p.peers{key}")
+    assert named == f"ipc://{tmp_path}/folder/inner/absent/p.peers{key}"
+    assert host.without_links(named) == named
+    # The socket itself, which a daemon that starts replaces, is what it is called.
+    (tmp_path / "p.peers").symlink_to("other.peers")
+    assert host.without_links(f"ipc://{tmp_path}/p.peers{key}") == f"ipc://{tmp_path}/p.peers{key}"
+    for address in (f"tcp://host:1{key}", "ipc://p.peers"):
+        assert host.without_links(address) == address

@@ -140,6 +140,7 @@ def build_actors(context: ActorContext, dependencies: Dependencies) -> Actors:
         ),
         background=background,
         speaks_for=dependencies.speaks_for,
+        user_of=pools.user_of,
     )
     peer_server = PeerServer(handshake, context, peer_port, transport, pools=pools, stamps=stamps.base, rights=rights)
     scheduler = SchedulerActor(

@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from kvd import files, limits
 from kvd.actors.runtime.settings import Settings
 from kvd.errors import ErrorCode, refusal
-from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports
+from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports, without_links
 from kvd.memory.memfd import Backing
 from kvd.protocol.address import DEFAULT_SOCKET, LAST_PORT, PEERS, is_everywhere, is_local, is_unix
 
@@ -205,7 +205,7 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _listen_beside_the_socket(self) -> Self:
-        self.listen = self.listen or f"ipc://{self.socket.absolute()}{PEERS}"
+        self.listen = without_links(self.listen or f"ipc://{self.socket.absolute()}{PEERS}")
         return self
 
     @model_validator(mode="after")

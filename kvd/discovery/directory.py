@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvd import files, limits
 from kvd.errors import ErrorCode, KvdError, refusal
+from kvd.host import without_links
 from kvd.net.trust import Trust
 from kvd.protocol.address import check_mutual, is_everywhere
 
@@ -61,10 +62,11 @@ class PeersFile:
         words = line.split()
         if not words:
             return None
-        if len(words) != 2 or not words[1].startswith(("tcp://", "ipc:///")) or is_everywhere(words[1]):
+        known = len(words) == 2 and words[1].startswith(("tcp://", "ipc:///")) and "\0" not in line
+        if not known or is_everywhere(words[1]):
             text = f"{self._path}, line {number}: {line[:100]!r} is not `<name> tcp://host:port`, nor `ipc:///path`"
             raise refusal(ErrorCode.BAD_CONFIG, text)
-        name, address = words
+        name, address = words[0], without_links(words[1])
         if name == self._name:
             return None
         if self._trust is None or "#" in address:

@@ -58,12 +58,12 @@ def check_user(path: str) -> None:
     """
     try:
         whose = _not_ours(path)
+    except PermissionError:
+        whose = f"the daemon at {path} runs as another user"
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise no_descriptor(error) from error
-        if error.errno not in (errno.EACCES, errno.EPERM):  # by number: behind links it is no PermissionError
-            return
-        whose = f"the daemon at {path} runs as another user"
+        return
     if whose:
         raise refusal(
             ErrorCode.NOT_PERMITTED,
@@ -98,11 +98,20 @@ def check_address(address: str, code: ErrorCode) -> re.Match[str]:
     if match is None or int(match["port"] or 0) > LAST_PORT:
         raise refusal(code, f"address {address[:200]!r} is not tcp://host:port, nor ipc:///path{PEERS}")
     path = match["path"]
-    if path is not None and (os.path.normpath(path) != path or len(os.fsencode(path)) > MAX_PATH_BYTES):
+    if path is not None and (os.path.normpath(path) != path or _bytes_of(path, code) > MAX_PATH_BYTES):
         raise refusal(
             code, f"path {path[:200]!r} of a Unix socket is not the shortest spelling, or above {MAX_PATH_BYTES} bytes"
         )
     return match
+
+
+def _bytes_of(path: str, code: ErrorCode) -> int:
+    try:
+        return len(os.fsencode(path))
+    except UnicodeEncodeError as error:
+        raise refusal(
+            code, f"path {path[:200]!r} cannot be said in this process's encoding ({error.encoding})"
+        ) from error
 
 
 _THREADS: Final = 16

@@ -8,7 +8,7 @@ import structlog
 from kvd.discovery import directory
 from kvd.discovery.directory import Directory, PeersFile
 from kvd.discovery.names import Found
-from kvd.errors import ErrorCode, Unavailable
+from kvd.errors import BadRequest, ErrorCode, Unavailable
 
 OWN = "tcp://10.0.0.7:7710"
 
@@ -90,3 +90,17 @@ async def test_a_file_that_becomes_wrong_changes_nothing(start, tmp_path):
     path.write_text("nonsense\n")
     assert "line 1" in await log.errors.get()
     assert told.empty()
+
+
+def test_a_peer_in_a_folder_that_is_named_by_a_link_is_met_by_its_own_path(tmp_path):
+    (tmp_path / "run").symlink_to("folder")
+    path = tmp_path / "peers"
+    path.write_text(f"b ipc://{tmp_path}/run/b.peers\n")
+    assert PeersFile(path, "a", f"ipc://{tmp_path}/a.peers", None).read() == {f"ipc://{tmp_path}/folder/b.peers"}
+
+
+def test_a_zero_byte_in_the_file_is_told_with_its_line(tmp_path):
+    path = tmp_path / "peers"
+    path.write_text("b ipc:///run/\0/b.peers\n")
+    with pytest.raises(BadRequest, match="line 1:"):
+        PeersFile(path, "a", OWN, None).read()

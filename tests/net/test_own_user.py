@@ -364,7 +364,7 @@ async def test_one_that_is_reached_by_another_name_is_not_spoken_to(
 ) -> None:
     _, inbox = listening
     link = OwnUserPeers(lambda _rejection: None)
-    os.symlink(tmp_path / "o", tmp_path / "alias")
+    os.link(tmp_path / "o", tmp_path / "alias")
     link.connect(1, str(tmp_path / "alias"), NAME, lambda _message: None)
     link.connect(2, str(tmp_path / "o"), NAME, lambda _message: None)
     assert link.ask(1, b"by another name")

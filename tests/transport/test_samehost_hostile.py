@@ -226,11 +226,14 @@ async def test_what_is_no_path_of_a_file_is_refused_whatever_the_peers_address(t
         assert "is not the shortest spelling of a path" in (await agent.events.get()).reason
 
 
-async def test_a_peer_whose_folder_is_reached_through_a_link_is_imported(tmp_path: Path) -> None:
+async def test_a_peer_whose_folder_would_be_reached_through_a_link_is_not_imported(tmp_path: Path) -> None:
+    """Links of others could form a maze: daemons tell their path without them."""
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with Agent(tmp_path / "run", "p") as producer, Agent(tmp_path, "c") as consumer:
         consumer.transport.add_peer("p", producer.transport.metadata, f"ipc://{tmp_path}/link/p.peers")
+        assert "which is not beside its own socket" in (await consumer.events.get()).reason
+        consumer.transport.add_peer("p", producer.transport.metadata, f"ipc://{tmp_path}/run/p.peers")
         assert isinstance(await consumer.events.get(), PeerAdded)
 
 

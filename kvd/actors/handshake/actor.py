@@ -4,6 +4,8 @@ For the peers that we connect to (we pull from them) it runs the table of `peer_
 transport, then a ping every heartbeat. Peers that connect to us (they pull from us) are answered by its `PeerServer`.
 """
 
+from collections.abc import Callable
+
 from kvd import limits
 from kvd.actors.handshake.introductions import Introductions, SpeaksFor, check_welcome
 from kvd.actors.handshake.peer import MISSED_BEATS, Peer
@@ -51,6 +53,7 @@ class HandshakeActor(Actor):
         listener: PeerListener,
         background: Background,
         speaks_for: SpeaksFor,
+        user_of: Callable[[str], int],
     ) -> None:
         super().__init__(context.dispatcher)
         self._context = context
@@ -73,6 +76,7 @@ class HandshakeActor(Actor):
             listener,
             opened=self._opened,
             met=lambda address, worker: self.need(address, worker=worker),
+            user_of=user_of,
         )
         self._given: dict[str, tuple[Welcome, dict[str, PeerPool]]] = {}
         """What was last told of each agent whose metadata the transport was given."""

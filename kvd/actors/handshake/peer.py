@@ -50,6 +50,8 @@ class Peer:
     """Whether its next welcome or refusal counts: one does for each hello, and for each ping beside requests."""
     worker: str = ""
     """The worker whose pull was the first to need it; empty if it was expected."""
+    user: int = 0
+    """That of the worker."""
     announced: int = 0
     """How often the scheduler was told that it is ready."""
     state: State = machine.TABLE.initial

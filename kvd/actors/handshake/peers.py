@@ -20,10 +20,13 @@ from kvd.actors.runtime.deferred import Batch
 from kvd.actors.runtime.pools import PeerView
 from kvd.errors import ErrorCode, KvdError, refusal
 from kvd.net.interface import PeerPort
+from kvd.net.unix import is_trusted
 from kvd.protocol import codec
 from kvd.protocol.peer import Welcome
 from kvd.protocol.status import PeerStatus
 from kvd.protocol.types import Message
+
+_FORGOTTEN: Final = "those that nobody needs are forgotten in a while"
 
 
 class Peers:
@@ -35,32 +38,46 @@ class Peers:
         self._troubled: dict[int, Peer] = {}
         """Those that are not ready, or slow, by link."""
         self._of_worker: Counter[str] = Counter()
+        self._of_stranger: Counter[int] = Counter()
+        """By user."""
 
-    def check_room(self, worker: str, waiting: int = 0) -> None:
-        """Checks that there is room for another peer, for pulls of `worker` (empty if it is expected).
+    def check_room(self, worker: str, user: int, waiting: int = 0) -> None:
+        """Checks that there is room for another peer, for pulls of `worker` (empty if it is expected), which is of `user`.
 
         So many more are `waiting` to become peers.
 
         Raises:
-            Unavailable: `OVERLOADED`, there are too many, in all or for this worker.
+            Unavailable: `OVERLOADED`, there are too many, in all or for this worker or user.
 
         """
         if len(self.by_address) + waiting >= limits.MAX_PEERS:
             raise refusal(ErrorCode.OVERLOADED, f"{limits.MAX_PEERS} peers are known, which is the bound")
         if worker and self._of_worker[worker] + waiting >= limits.MAX_PEERS_PER_WORKER:
             text = f"pulls of {worker!r} name {limits.MAX_PEERS_PER_WORKER} daemons, which is a worker's share"
-            raise refusal(ErrorCode.OVERLOADED, f"{text}; those that it does not need are forgotten in a while")
+            raise refusal(ErrorCode.OVERLOADED, f"{text}; {_FORGOTTEN}")
+        if worker and not is_trusted(user):
+            for bound, count, whose in (
+                (limits.MAX_PEERS_PER_STRANGER, self._of_stranger[user], f"user {user}"),
+                (limits.MAX_PEERS_OF_STRANGERS, self._of_stranger.total(), "users but root and the daemon's own"),
+            ):
+                if count + waiting >= bound:
+                    raise refusal(
+                        ErrorCode.OVERLOADED, f"pulls of {whose} name {bound} daemons, the bound; {_FORGOTTEN}"
+                    )
 
     def add(self, peer: Peer) -> None:
         """Adds a new peer."""
         self.by_address[peer.address] = self.by_link[peer.link] = self._troubled[peer.link] = peer
         self._of_worker[peer.worker] += 1
+        if peer.worker and not is_trusted(peer.user):
+            self._of_stranger[peer.user] += 1
 
     def remove(self, peer: Peer) -> None:
         """Forgets a peer."""
         del self.by_address[peer.address], self.by_link[peer.link]
         self._troubled.pop(peer.link, None)
         self._of_worker -= Counter([peer.worker])
+        self._of_stranger -= Counter([peer.user])
 
     def entered(self, peer: Peer) -> None:
         """Notes that a peer has entered another state."""
@@ -132,13 +149,18 @@ _log = structlog.get_logger("kvd.handshake")
 _AT_ONCE: Final = 16
 """Links that are opened before sockets are read again."""
 
+_AGAIN_SECONDS: Final = 5.0
+"""Between two attempts to meet expected peers that could not be connected to."""
 
 _EXPECTED: Final = ""
 """In place of a worker's name."""
 
 
 class Connector(Component):
-    """Calls `opened` with each new peer, and `met(address, worker)` once the peer is known that a pull needs."""
+    """Calls `opened` with each new peer, and `met(address, worker)` once the peer is known that a pull needs.
+
+    `user_of` says whose a worker is.
+    """
 
     def __init__(
         self,
@@ -150,6 +172,7 @@ class Connector(Component):
         *,
         opened: Callable[[Peer], None],
         met: Callable[[str, str], None],
+        user_of: Callable[[str], int],
     ) -> None:
         self.expected: frozenset[str] = frozenset()
         """Where daemons are that are met ahead of the first pull."""
@@ -160,10 +183,14 @@ class Connector(Component):
         self._listener = listener
         self._opened = opened
         self._met = met
+        self._user_of = user_of
         self._wanted: dict[str, dict[str, None]] = {}
         """Addresses in order, by the worker whose pulls need the daemons there."""
         self._refused: dict[str, dict[str, str]] = {}
         """Why not, of addresses by worker."""
+        self._unmet: dict[str, str] = {}
+        """Why expected ones could not be met; they are tried again, as what is in the way may go."""
+        self._again_waits = False
         self._turns: Batch[str] = Batch(actor, self._connect, lambda _: limits.BATCH_BLOCKS)
         """One worker at a time: it may make up addresses faster than links can be opened."""
 
@@ -174,7 +201,7 @@ class Connector(Component):
             self._turns.put(worker)  # it has none if a defect has ended its last one
             return
         try:
-            self._peers.check_room(worker, len(waiting))
+            self._peers.check_room(worker, self._user_of(worker), len(waiting))
         except KvdError as error:
             self._refuse(address, worker, error)
         else:
@@ -224,21 +251,37 @@ class Connector(Component):
             peer = self._peers.by_address.get(address) or self._open(address, worker)
         except KvdError as error:
             if worker == _EXPECTED:
-                _log.warning("expected peer cannot be met", address=address, reason=error.text)
+                self._meet_later(address, error.text)
             else:
                 self._refuse(address, worker, error)
             return
         if worker == _EXPECTED:
+            self._unmet.pop(address, None)
             peer.needed = self._context.loop.time()
         else:
             self._met(address, worker)
 
+    def _meet_later(self, address: str, why: str) -> None:
+        if self._unmet.get(address) != why:
+            _log.warning("expected peer cannot be met", address=address, reason=why, again_in=_AGAIN_SECONDS)
+        self._unmet[address] = why
+        if not self._again_waits:
+            self._again_waits = True
+            self.actor.later(_AGAIN_SECONDS, self._meet_unmet)
+
+    def _meet_unmet(self) -> None:
+        self._again_waits = False
+        self._unmet = {address: why for address, why in self._unmet.items() if address in self.expected}
+        for address in self._unmet:
+            self._want(address, _EXPECTED)
+
     def _open(self, address: str, worker: str) -> Peer:
-        self._peers.check_room(worker)
-        link = self._port.connect(address, worker)
+        user = 0 if worker == _EXPECTED else self._user_of(worker)
+        self._peers.check_room(worker, user)
+        link = self._port.connect(address, _EXPECTED if address in self.expected else worker)
         now = self._context.loop.time()
         wanted_by = {} if worker == _EXPECTED else {worker: None}
-        peer = Peer(address, link, silent_from=now, wanted_by=wanted_by, worker=worker)
+        peer = Peer(address, link, silent_from=now, wanted_by=wanted_by, worker=worker, user=user)
         self._peers.add(peer)
         self._context.metrics.peers.labels(peer.state).inc()
         self._opened(peer)

@@ -119,8 +119,8 @@ class PoolsActor(Actor):
             self._close_descriptor(request)
             self._give_to(record, request)
             self._step(record, Event.LEND)
-        elif lack := self._bounds.lack(request):  # before the predecessor's pool is ended for it
-            self._bounds.make_room(request, lack)
+        elif lacks := self._bounds.lacks(request):  # before the predecessor's pool is ended for it
+            self._bounds.make_room(request, lacks)
         elif record is None:
             self._make(request)
         else:
@@ -320,7 +320,7 @@ class PoolsActor(Actor):
             if error is None:
                 self.attach(waiting)
             elif isinstance(error, NoMemory):
-                self._bounds.make_room(waiting, Lack(error, error.lacks, self._bounds.footprint))
+                self._bounds.make_room(waiting, [Lack(error, error.lacks, self._bounds.footprint)])
             else:
                 self._stop_waiting(record)
                 self._workers.refused(waiting.connection, error)
@@ -338,6 +338,11 @@ class PoolsActor(Actor):
     def _close_descriptor(self, request: AttachPool) -> None:
         if request.descriptor >= 0:
             self._workers.discard((request.descriptor,))
+
+    def user_of(self, worker: str) -> int:
+        """Whose a worker's pool is; -1, nobody's, if it has none (any more)."""
+        record = self._records.get(worker)
+        return -1 if record is None else record.request.uid
 
     def report(self) -> list[PoolStatus]:
         """Each pool's size, memory and state: its part of a status."""

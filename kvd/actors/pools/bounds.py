@@ -1,10 +1,10 @@
 """How many pools there may be, and how many bytes each user's may have; kept ones make room for an attach.
 
-A pool that waits for a successor, and of which nothing is leased, ends for another attach of its user, if that gets its
-room by it.
+A pool that waits for a successor, and of which nothing is leased, ends for another attach of its user, if only such
+pools are in that one's way.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -50,23 +50,46 @@ class Bounds:
         self._end = end
         self._refuse = refuse
 
-    def lack(self, request: AttachPool) -> Lack | None:
-        """What stands against a pool of that size beside the others of this user; None if nothing does."""
-        if request.worker not in self._records and len(self._records) >= limits.MAX_POOLS:
-            text = f"there are {limits.MAX_POOLS} pools already, the bound"
-            return Lack(refusal(ErrorCode.OVERLOADED, text), 1, _one)
+    def lacks(self, request: AttachPool) -> list[Lack]:
+        """What stands against a pool of that size beside the others of this user: all of it, as each may be in vain."""
+        return [lack for lack in (self._count(request), *self._layouts(request), self._quota(request)) if lack]
+
+    def _count(self, request: AttachPool) -> Lack | None:
         others = self._others(request)
         if len(others) >= limits.MAX_POOLS_PER_USER:
             text = f"user {request.uid} has {len(others)} other pools, the bound; detach one, or wait for `pool_linger`"
-            return Lack(refusal(ErrorCode.OVERLOADED, text), 1, _one)
-        lack = _layout_lack(others, request, limits.MAX_LAYOUT_BYTES_PER_USER, f"user {request.uid}")
-        if lack is None and not is_trusted(request.uid):
-            strangers = [record for record in self._records.values() if not is_trusted(record.request.uid)]
-            lack = _layout_lack(strangers, request, limits.MAX_LAYOUT_BYTES_OF_STRANGERS, "all strangers")
-        lack = lack or _layout_lack(self._records.values(), request, limits.MAX_LAYOUT_BYTES, "all users")
-        if lack is not None:
-            return lack
-        size, held = self._provider.footprint(request.spec.pool_bytes), sum(map(self.footprint, others))
+        elif request.worker not in self._records and len(self._records) >= limits.MAX_POOLS:
+            text = f"there are {limits.MAX_POOLS} pools already, the bound"
+        else:
+            return None
+        return Lack(refusal(ErrorCode.OVERLOADED, text), 1, _one)
+
+    def _layouts(self, request: AttachPool) -> Iterator[Lack | None]:
+        whose, every = self._others(request), self._records.values()
+        if is_trusted(request.uid):
+            yield self._layout(whose, request, limits.MAX_LAYOUT_BYTES_PER_USER, f"user {request.uid}")
+        else:
+            yield self._layout(whose, request, limits.MAX_LAYOUT_BYTES_PER_STRANGER, f"user {request.uid}")
+            strangers = [record for record in every if not is_trusted(record.request.uid)]
+            yield self._layout(strangers, request, limits.MAX_LAYOUT_BYTES_OF_STRANGERS, "all strangers")
+        yield self._layout(every, request, limits.MAX_LAYOUT_BYTES, "all users")
+
+    def _layout(self, records: Iterable[PoolRecord], request: AttachPool, bound: int, whose: str) -> Lack | None:
+        """What stands against a layout beside those of others: peers could not be told of all in one message."""
+        own = self._records.get(request.worker)
+        size = _told(own) if own is not None and own.suits(request) else len(request.raw_spec)  # it is told of as it is
+        others = sum(map(_told, (each for each in records if each is not own)))
+        if others + size <= bound:
+            return None
+        text = (
+            f"a layout of {size} bytes, and {others} of other pools of {whose}, are above the bound of {bound}; "
+            "say it with fewer bytes, or detach another pool"
+        )
+        return Lack(refusal(ErrorCode.OVERLOADED, text), others + size - bound, _told)
+
+    def _quota(self, request: AttachPool) -> Lack | None:
+        size = self._provider.footprint(request.spec.pool_bytes)
+        held = sum(map(self.footprint, self._others(request)))
         if request.quota is None or held + size <= request.quota:
             return None
         text = (
@@ -75,22 +98,22 @@ class Bounds:
         )
         return Lack(refusal(ErrorCode.NOT_PERMITTED, text), held + size - request.quota, self.footprint)
 
-    def make_room(self, request: AttachPool, lack: Lack) -> None:
-        """Ends a kept pool for an attach, which is then tried again; refuses the attach if there is none to end.
+    def make_room(self, request: AttachPool, lacks: Sequence[Lack]) -> None:
+        """Ends a kept pool for an attach, which is then tried again; refuses the attach if ending all would not do.
 
         It ends the pool that was kept longest of those that are enough, or the first of several that are.
         """
-        unlent = self._unlent(request)
-        if sum(map(lack.of, unlent)) < lack.much:
+        unlent, leased = self._unlent(request), self._leased()
+        if lack := _unmet(lacks, unlent):
             if isinstance(lack.error, NoMemory):
                 self._store.give_up(request.uid)  # what no worker has claimed since the daemon started
             self._refuse(request, lack.error)
             return
-        leased = self._leased()
         spare = [record for record in unlent if record.is_spare and record.pool.id not in leased]
-        if sum(map(lack.of, spare)) < lack.much:
+        if lack := _unmet(lacks, spare):
             self._refuse_for_now(request, lack)
             return
+        lack = lacks[0]
         enough = [record for record in spare if lack.of(record) >= lack.much]
         record = min(enough or spare, key=lambda each: each.kept_since)
         _log.info("a pool whose worker is gone makes room", pool=record.pool.name, worker=request.worker)
@@ -117,20 +140,12 @@ class Bounds:
         return self._provider.footprint(record.pool.size)
 
 
-def _layout_lack(records: Iterable[PoolRecord], request: AttachPool, bound: int, whose: str) -> Lack | None:
-    """What stands against a layout beside those of other pools: peers could not be told of all in one message."""
-    others = sum(map(_layout, (each for each in records if each.pool.name != request.worker)))
-    over = others + len(request.raw_spec) - bound
-    if over <= 0:
-        return None
-    text = (
-        f"a layout of {len(request.raw_spec)} bytes, and {others} of other pools of {whose}, are above the bound of "
-        f"{bound}; say it with fewer bytes, or detach another pool"
-    )
-    return Lack(refusal(ErrorCode.OVERLOADED, text), over, _layout)
+def _unmet(lacks: Iterable[Lack], records: Sequence[PoolRecord]) -> Lack | None:
+    """What would still stand against an attach without these pools."""
+    return next((lack for lack in lacks if sum(map(lack.of, records)) < lack.much), None)
 
 
-def _layout(record: PoolRecord) -> int:
+def _told(record: PoolRecord) -> int:
     """Bytes that peers are told of a pool's layout."""
     return len(record.pool.raw_spec)
 

@@ -1,15 +1,13 @@
 """Connects to Unix sockets, by names that tickets give."""
 
-import ctypes
-import errno
 import os
 import socket
 import stat
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 from kvd import foreign
-from kvd.errors import BadRequest, ErrorCode, on_error, refusal
+from kvd.errors import ErrorCode, on_error, refusal
 from kvd.net.local.listener import hang_up
 from kvd.net.unix import is_trusted, take_descriptors
 from kvd.protocol.address import PEERS
@@ -17,30 +15,7 @@ from kvd.protocol.address import PEERS
 _PATH: Final = os.O_PATH | os.O_CLOEXEC
 
 REFUSED_MS: Final = 2000
-"""Pause after a name was `REFUSED`: what it leads to seldom changes, and to find out that again takes time."""
-
-_MAX_STEPS: Final = 40
-"""Names on a path that has links, and in these: /var/run is one, a volume of Kubernetes has another."""
-
-_OPENAT2: Final = 437
-"""Number of a system call that the C library does not know; one on all architectures."""
-_AT_FDCWD: Final = -100
-_RESOLVE_NO_SYMLINKS: Final = 4
-
-
-class NobodyBehindLinksError(OSError):
-    """Nobody listens where a path with links leads."""
-
-
-REFUSED: Final = (BadRequest, NobodyBehindLinksError)
-
-
-class _OpenHow(ctypes.Structure):
-    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
-
-
-_WITHOUT_LINKS: Final = _OpenHow(_PATH, 0, _RESOLVE_NO_SYMLINKS)
-_libc = ctypes.CDLL(None, use_errno=True)
+"""Pause after a path was refused: what it leads to seldom changes, and to find out that again takes time."""
 
 
 def connect_to(path: str) -> socket.socket:
@@ -58,10 +33,10 @@ def connect_to(path: str) -> socket.socket:
     return made
 
 
-def connect_to_peer(path: str) -> socket.socket:
+def connect_to_peer(path: str, *, expected: bool = False) -> socket.socket:
     """As `connect_to`, where a socket listens that was bound under that very name.
 
-    By other names, of links in the file system, each ticket could have a peer more that takes that daemon's places.
+    By other names each ticket could have a peer more that takes that daemon's places.
 
     Raises:
         OSError: as `connect_to`.
@@ -70,7 +45,7 @@ def connect_to_peer(path: str) -> socket.socket:
 
     """
     # By the file that was looked at: its name may lead elsewhere by now.
-    held = look_up(path)
+    held = look_up(path, expected=expected)
     try:
         foreign.check(os.fstat(held).st_uid)
         made = connect_to(f"/proc/self/fd/{held}")
@@ -84,64 +59,48 @@ def connect_to_peer(path: str) -> socket.socket:
     raise refusal(ErrorCode.NOT_PERMITTED, f"{path} leads to {where}")
 
 
-def look_up(path: str) -> int:
+def look_up(path: str, *, expected: bool = False) -> int:
     """A descriptor of the file at an absolute `path`, which can be connected to by /proc, and not be read.
 
-    Links are followed only if root or our own user made them: by others' those who may not connect to a daemon could
-    have us do it, again and again. Links may form a maze, too, in which the kernel walks for 10 ms at each look.
+    Another user's folder is looked into only if an operator `expected` a daemon there: its owner could have whoever
+    does that wait in the kernel, where not even SIGKILL ends it. Nor are links followed: one peer would have any number
+    of names, for those to try who may not connect to it, and links may form a maze. Daemons tell their own path without
+    links, and peer files are read so (`kvd.host.without_links`).
 
     Raises:
-        OSError: nothing is there, or no descriptor is left; `NobodyBehindLinksError` if there is a link.
-        BadRequest: `NOT_PERMITTED`, it leads through another user's link, or on and on.
+        OSError: nothing is there, or no descriptor is left.
+        BadRequest: `NOT_PERMITTED`, there is a link in the path, or a folder of another user.
 
     """
-    size = ctypes.sizeof(_WITHOUT_LINKS)
-    held: int = _libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), ctypes.byref(_WITHOUT_LINKS), size)
-    if held >= 0:
-        return held
-    if (number := ctypes.get_errno()) not in (errno.ELOOP, errno.ENOSYS, errno.EPERM):  # or a container's filter has it
-        raise OSError(number, os.strerror(number), path)
-    try:
-        return _walk(path)
-    except OSError as error:
-        raise NobodyBehindLinksError(error.errno, error.strerror, path) from error
-
-
-def _walk(path: str) -> int:
-    """As `look_up`, name by name: there is a link, or the kernel is older than 5.6."""
-    held, names, steps = os.open("/", _PATH), _reversed(path), 0
-    with on_error(lambda: os.close(held)):  # whichever it is by then
-        while names:
-            steps += 1
-            inner = os.open(names.pop(), _PATH | os.O_NOFOLLOW, dir_fd=held)
-            with on_error(partial(os.close, inner)):
-                target = _target(inner, path, steps)
-            if target is None:
-                os.close(held)
-                held = inner
-                continue
-            os.close(inner)
-            names += _reversed(target)
-            if target.startswith("/"):
-                root = os.open("/", _PATH)
-                os.close(held)
-                held = root
+    if not expected:
+        _check_folder(os.path.dirname(path))
+    held = os.open(path, _PATH | os.O_NOFOLLOW)
+    with on_error(partial(os.close, held)):
+        _check_is_no_link(os.fstat(held), path)
     return held
 
 
-def _reversed(path: str) -> list[str]:
-    return [name for name in reversed(path.split("/")) if name]
+@lru_cache(maxsize=1024)
+def _check_folder(folder: str) -> None:
+    """Checks a folder and all that it is in, once: only those who are trusted can change what was found."""
+    held = os.open("/", _PATH)
+    try:
+        for name in filter(None, folder.split("/")):
+            inner = os.open(name, _PATH | os.O_NOFOLLOW, dir_fd=held)
+            os.close(held)
+            held = inner
+            status = os.fstat(held)
+            _check_is_no_link(status, folder)
+            if not is_trusted(status.st_uid):
+                text = (
+                    f"{folder} is, or lies in, a folder of another user: have the daemon's socket in those of root or "
+                )
+                raise refusal(ErrorCode.NOT_PERMITTED, f"{text}our own user, or name it in the peer file (`peers`)")
+    finally:
+        os.close(held)
 
 
-def _target(held: int, path: str, steps: int) -> str | None:
-    """Where a link leads, after so many `steps`; None if it is none."""
-    if steps > _MAX_STEPS:
-        raise refusal(ErrorCode.NOT_PERMITTED, f"{path} leads through its links in more than {_MAX_STEPS} steps")
-    status = os.fstat(held)
-    if not stat.S_ISLNK(status.st_mode):
-        return None
-    # Those of /proc are root's or ours, and lead where their process likes.
-    if not is_trusted(status.st_uid) or status.st_dev == os.stat("/proc").st_dev:
-        text = f"{path} leads through a link of user {status.st_uid}, or of /proc: only root's and our own user's count"
-        raise refusal(ErrorCode.NOT_PERMITTED, f"{text}; name it without links")
-    return os.readlink("", dir_fd=held)
+def _check_is_no_link(status: os.stat_result, path: str) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        text = f"{path} leads through a link of the file system; name it as it is without links (`realpath`)"
+        raise refusal(ErrorCode.NOT_PERMITTED, text)

@@ -10,7 +10,7 @@ from kvd import limits
 from kvd.errors import BadRequest, Unavailable
 from kvd.limits import LINGER_MS, RECONNECT_MAX_MS, RECONNECT_MS, SEND_MESSAGES, SHARED_BYTES
 from kvd.net.local import zmtp
-from kvd.net.local.connect import REFUSED, REFUSED_MS, connect_to_peer
+from kvd.net.local.connect import REFUSED_MS, connect_to_peer
 from kvd.net.local.connection import Connection, Inlet, Outbox, flush_all
 from kvd.net.local.gate import Gate
 from kvd.net.local.listener import hang_up
@@ -141,7 +141,7 @@ class DealerSocket:
             connected = connect_to_peer(self._path)
         except (OSError, BadRequest, Unavailable) as error:
             self.trouble = "" if isinstance(error, OSError) else error.text
-            self._try_again(REFUSED_MS if isinstance(error, REFUSED) else 0)
+            self._try_again(REFUSED_MS if isinstance(error, BadRequest) else 0)
             return
         self.trouble = ""
         if self._greets(connected):

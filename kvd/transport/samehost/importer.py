@@ -189,18 +189,9 @@ def check_path(path: str, address: str) -> None:
     if not spelt or "\0" in path:  # the kernel reads a path up to a NUL
         text = f"it lends its pools at {path!r}, which is not the shortest spelling of a path that ends in {POOLS}"
         raise refusal(ErrorCode.BAD_MESSAGE, text)
-    if is_unix(address) and not _is_same(path, own := export_path(address, "")):
+    if is_unix(address) and path != (own := export_path(address, "")):
         text = f"it lends its pools at {path}, which is not beside its own socket ({own}): mount the daemons' sockets "
         raise refusal(ErrorCode.BAD_MESSAGE, f"{text}at one path")
-
-
-def _is_same(one: str, other: str) -> bool:
-    """Whether two paths lead to one entry of one folder, perhaps through links."""
-    if os.path.basename(one) != os.path.basename(other):
-        return False
-    with contextlib.suppress(OSError):
-        return os.path.samefile(os.path.dirname(one), os.path.dirname(other))
-    return False
 
 
 def import_pools(address: ExportAddress, map_pool: MapPool) -> ImportedPools:

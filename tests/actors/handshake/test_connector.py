@@ -5,10 +5,11 @@ from collections import Counter
 import pytest
 
 from kvd import limits
+from kvd.actors.gateway.admission import Rule
 from kvd.actors.handshake.peer_table import State
 from kvd.actors.runtime.actor import call
 from kvd.actors.scheduler.unrouted import UnroutedPulls
-from kvd.errors import ErrorCode
+from kvd.errors import ErrorCode, refusal
 from kvd.net.interface import WorkerFrame
 from kvd.protocol import codec
 from kvd.protocol.peer import Claim, Grant, Hello, Ping, Pong
@@ -115,6 +116,40 @@ def test_a_worker_that_has_used_up_its_share_fails_its_own_pulls_alone(monkeypat
     assert "tcp://peer:1" in stage.dependencies.peer_port.links.values()
 
 
+@pytest.mark.parametrize(
+    ("bound", "users", "told"),
+    [("MAX_PEERS_PER_STRANGER", (1000, 1000), "user 1000"), ("MAX_PEERS_OF_STRANGERS", (1000, 1001), "users but root")],
+)
+def test_strangers_leave_peers_to_others_however_many_workers_they_have(monkeypatch, bound, users, told):
+    monkeypatch.setattr(limits, bound, 3)
+    stage = Stage(heartbeat=1.0, rules=[Rule(pools=("*",), uid=uid) for uid in (0, 1000, 1001)])
+    for number, uid in enumerate((*users, 0), 1):
+        stage.attach(f"w{number}", number, uid=uid)
+        pull = Pull(1, f"p{number}", ticket_of([f"tcp://w{number}-{each}:1" for each in range(2)]), (), 60.0)
+        stage.actors.gateway.received(WorkerFrame(bytes([number]) * 16, codec.encode(pull), uid))
+        stage.run()
+    events = [item for _, reply in stage.to_workers if isinstance(reply, Notifications) for item in reply.items]
+    assert [(item.request, item.code) for item in events] == [("p2", ErrorCode.PEER_LOST)]
+    assert f"pulls of {told}" in events[0].text
+    assert len(stage.dependencies.peer_port.links) == 3 + 2
+    # What is forgotten makes room.
+    call(stage.actors.handshake.forget, "tcp://w1-0:1", 0)
+    call(stage.actors.handshake.connector.need, "tcp://w2-1:1", "w2")
+    stage.run()
+    assert "tcp://w2-1:1" in stage.dependencies.peer_port.links.values()
+
+
+def test_a_daemon_that_an_operator_expects_is_connected_to_as_such_whoever_needs_it_first(stage):
+    port, connector, parties = stage.dependencies.peer_port, stage.actors.handshake.connector, {}
+    connect = port.connect
+    port.connect = lambda address, party: (parties.update({address: party}), connect(address, party))[1]
+    connector.expected = frozenset(ADDRESSES[:1])
+    for address in ADDRESSES[:2]:
+        call(connector.need, address, "w")
+    stage.run()
+    assert parties == {ADDRESSES[0]: "", ADDRESSES[1]: "w"}
+
+
 def test_a_defect_in_one_connecting_costs_no_other(stage, monkeypatch):
     port, failures = stage.dependencies.peer_port, [RuntimeError("no")]
     connect = port.connect
@@ -167,6 +202,44 @@ def test_what_a_worker_needs_is_met_though_its_last_turn_ended_by_a_defect(stage
     call(handshake.connector.need, ADDRESSES[1], "w")
     stage.run()
     assert set(stage.dependencies.peer_port.links.values()) == set(ADDRESSES[1:3])
+
+
+def test_an_expected_peer_that_cannot_be_met_yet_is_tried_again_and_told_once(stage, capsys):
+    """Another user's dead socket may lie where it will listen."""
+    port, connector = stage.dependencies.peer_port, stage.actors.handshake.connector
+    refused, connect = ["another user's"], port.connect
+
+    def connecting(address, worker):
+        if refused and address == ADDRESSES[0]:
+            raise refusal(ErrorCode.NOT_PERMITTED, refused[0])
+        return connect(address, worker)
+
+    port.connect = connecting
+    call(connector.expect, frozenset(ADDRESSES[:2]))
+    stage.run(12.0)
+    assert set(port.links.values()) == {ADDRESSES[1]}
+    refused[0] = "another's"
+    stage.run(12.0)
+    refused.clear()
+    stage.run(6.0)
+    assert ADDRESSES[0] in port.links.values()
+    told = [line for line in capsys.readouterr().out.splitlines() if "expected peer cannot be met" in line]
+    assert ["another user's" in line for line in told] == [True, False]
+
+
+def test_one_that_is_not_expected_any_more_is_not_tried_again(stage):
+    port, connector, tried = stage.dependencies.peer_port, stage.actors.handshake.connector, []
+
+    def refusing(address, _worker):
+        tried.append(address)
+        raise refusal(ErrorCode.NOT_PERMITTED, "another user's")
+
+    port.connect = refusing
+    call(connector.expect, frozenset(ADDRESSES[:1]))
+    stage.run(6.0)
+    call(connector.expect, frozenset())
+    stage.run(20.0)
+    assert tried == 2 * ADDRESSES[:1]
 
 
 class _Crowd:
@@ -269,7 +342,7 @@ def test_what_a_worker_wanted_whose_pool_is_gone_is_not_connected_to():
 def test_a_worker_that_connects_again_keeps_the_turns_of_its_pulls():
     crowd = _Crowd()
     for number in range(2):
-        crowd.pull(1, f"dead{number}", [f"tcp://dead-{number}-{each}:1" for each in range(1000)])
+        crowd.pull(1, f"dead{number}", [f"tcp://dead-{number}-{each}:1" for each in range(500)])
     crowd.pull(2, "theirs", [crowd.live])
     crowd.stage.hang_up(2)
     crowd.stage.attach("other", 3)

@@ -203,9 +203,9 @@ def test_a_user_with_as_many_pools_as_it_may_have_gets_room_by_one_that_is_kept(
     assert old.closed
 
 
-def padded(size):
+def padded(size, raw=CACHE.raw):
     """A layout of so many bytes, most of them in a field that nobody knows."""
-    fields = msgspec.msgpack.decode(CACHE.raw)
+    fields = msgspec.msgpack.decode(raw)
     fields["unknown"] = bytes(size - len(msgspec.msgpack.encode(fields | {"unknown": b""})) - 1)
     return msgspec.msgpack.encode(fields)
 
@@ -213,7 +213,7 @@ def padded(size):
 @pytest.mark.parametrize(
     ("bound", "whose"),
     [
-        ("MAX_LAYOUT_BYTES_PER_USER", "user 1000"),
+        ("MAX_LAYOUT_BYTES_PER_STRANGER", "user 1000"),
         ("MAX_LAYOUT_BYTES_OF_STRANGERS", "all strangers"),
         ("MAX_LAYOUT_BYTES", "all users"),
     ],
@@ -233,15 +233,53 @@ def test_layouts_that_peers_could_not_be_told_of_in_one_message_are_refused(monk
 
 
 def test_what_peers_are_told_of_a_layout_counts_whatever_the_worker_says_when_it_comes_again(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_USER", 1000 + len(CACHE.raw) - 1)
+    monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_STRANGER", 1000 + len(CACHE.raw) - 1)
     stage = stage_with()
     kept(stage, "fat", 1, raw=padded(1000))
     assert attach(stage, "fat", 2).kept  # with the layout as it is without padding
     assert f"and 1000 of other pools of user {1000}" in attach(stage, "slim", 3).text
 
 
+def test_a_successor_that_says_its_layout_with_more_bytes_costs_nobody_anything(monkeypatch):
+    """Peers are told of the pool as they were before."""
+    monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_STRANGER", 1000 + len(CACHE.raw))
+    stage = stage_with()
+    kept(stage, "fat", 1, raw=padded(1000))
+    other = kept(stage, "other", 2)
+    assert attach(stage, "fat", 3, raw=padded(1001)).kept
+    assert not other.closed
+
+
+@pytest.mark.parametrize(
+    ("bounds", "quota", "lent"),
+    [
+        ({"MAX_LAYOUT_BYTES_PER_STRANGER": 1500}, SIZE + SMALL - 1, OTHER.raw),
+        ({"MAX_LAYOUT_BYTES_PER_STRANGER": 1500, "MAX_LAYOUT_BYTES_OF_STRANGERS": 1200}, None, OTHER.raw),
+        ({"MAX_LAYOUT_BYTES_PER_STRANGER": 1900, "MAX_POOLS_PER_USER": 2}, None, padded(1000)),
+    ],
+    ids=["layout and quota", "layout and all strangers'", "number and layout"],
+)
+def test_no_pool_is_ended_for_one_bound_where_another_stands_in_the_way(monkeypatch, bounds, quota, lent):
+    for name, bound in bounds.items():
+        monkeypatch.setattr(limits, name, bound)
+    stage = stage_with(quota=quota)
+    spare = kept(stage, "spare", 1, raw=padded(600, OTHER.raw))
+    assert isinstance(stage.attach("lent", 2, raw=lent), Attached)
+    assert isinstance(attach(stage, "new", 3, raw=padded(1000)), Refused)
+    assert not spare.closed
+
+
+def test_a_user_that_is_no_stranger_has_room_for_a_layout_as_long_as_there_may_be(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_STRANGER", 999)
+    monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_USER", 1000)
+    stage = stage_with(rules=[Rule(pools=("*",), uid=uid) for uid in (0, 1000)])
+    assert "999" in attach(stage, "theirs", 1, raw=padded(1000), uid=1000).text
+    assert isinstance(attach(stage, "of-root", 2, raw=padded(1000), uid=0), Attached)
+    assert "bound of 1000;" in attach(stage, "more", 3, uid=0).text
+
+
 def test_kept_pools_are_not_ended_for_a_layout_that_gets_no_room_by_it(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_USER", 2000)
+    monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_STRANGER", 2000)
     stage = stage_with()
     small = kept(stage, "small", 1)
     assert isinstance(stage.attach("lent", 2, raw=padded(1500)), Attached)
@@ -250,7 +288,7 @@ def test_kept_pools_are_not_ended_for_a_layout_that_gets_no_room_by_it(monkeypat
 
 
 def test_a_kept_pool_makes_room_for_a_layout(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_USER", 2 * len(CACHE.raw) - 1)
+    monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_STRANGER", 2 * len(CACHE.raw) - 1)
     stage = stage_with()
     old = kept(stage, "old", 1)
     assert isinstance(attach(stage, "new", 2), Attached)
@@ -262,6 +300,7 @@ def test_all_layouts_together_leave_room_for_the_rest_of_a_welcome():
     pools = limits.MAX_POOLS * (limits.MAX_NAME_BYTES + 64)
     assert limits.MAX_LAYOUT_BYTES + limits.MAX_METADATA_BYTES + pools < limits.MAX_MESSAGE_BYTES
     assert limits.MAX_SPEC_BYTES <= limits.MAX_LAYOUT_BYTES_PER_USER < limits.MAX_LAYOUT_BYTES
+    assert 16 * limits.MAX_LAYOUT_BYTES_PER_STRANGER <= limits.MAX_LAYOUT_BYTES_OF_STRANGERS < limits.MAX_LAYOUT_BYTES
 
 
 @pytest.fixture
