@@ -23,15 +23,20 @@ def boot_id() -> str:
 def without_links(address: str) -> str:
     """An address whose socket, if it is a Unix socket, lies in a folder that is named without links.
 
-    Raises:
-        ValueError: there is a zero byte in it.
-
+    One whose folder is not there stays as it is: whoever connects is told if there is a link by then.
     """
     place, mark, key = address.partition("#")
     if not place.startswith("ipc:///"):
         return address
     folder, name = os.path.split(place.removeprefix("ipc://"))
-    return f"ipc://{os.path.join(os.path.realpath(folder), name)}{mark}{key}"
+    try:
+        held = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return address
+    try:
+        return f"ipc://{os.path.join(os.readlink(f'/proc/self/fd/{held}'), name)}{mark}{key}"
+    finally:
+        os.close(held)
 
 
 def raise_open_files(wanted: int) -> None:

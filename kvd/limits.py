@@ -22,7 +22,7 @@ MAX_UNFINISHED_BYTES_PER_USER: Final = 32 * MIB
 largest specs at once, two of the largest tickets."""
 
 MAX_UNFINISHED_BYTES_OF_STRANGERS: Final = 128 * MIB
-"""The same of all such users: some have thousands of user ids."""
+"""The same of all such users."""
 
 MAX_UNSENT_BYTES: Final = 16 * MIB
 """Bytes for a worker that does not read them."""
@@ -89,6 +89,9 @@ MAX_POOLS: Final = 1024
 MAX_POOLS_PER_USER: Final = 64
 """Pools of one user, lent or kept for a successor."""
 
+MAX_POOLS_OF_STRANGERS: Final = MAX_POOLS // 2
+"""Pools of all users but root and the daemon's own: some have thousands of user ids."""
+
 MAX_LAYOUT_BYTES_PER_USER: Final = MAX_SPEC_BYTES
 """Encoded specs of one user's pools together: peers are told of all pools in one message."""
 
@@ -96,7 +99,7 @@ MAX_LAYOUT_BYTES_PER_STRANGER: Final = MAX_SPEC_BYTES // 8
 """The same of a user that is neither root nor the daemon's own, so that few cannot keep out all others."""
 
 MAX_LAYOUT_BYTES_OF_STRANGERS: Final = 2 * MAX_SPEC_BYTES
-"""The same of all such users: some have thousands of user ids."""
+"""The same of all such users."""
 
 MAX_LAYOUT_BYTES: Final = 3 * MAX_SPEC_BYTES
 """The same of all users; the message has metadata and names beside them (`MAX_MESSAGE_BYTES`)."""
@@ -392,7 +395,7 @@ MAX_PEERS_PER_WORKER: Final = MAX_PEERS // 2
 """Of those, the ones that pulls of one worker led to: a ticket names up to `MAX_RANKS` addresses, perhaps made up."""
 
 MAX_PEERS_PER_STRANGER: Final = MAX_PEERS // 4
-"""Those that pulls of one user were the first to need, unless that is root or the daemon's own; a ticket has as many."""
+"""Those that pulls of one user needed first, unless that is root or the daemon's own; a ticket has as many."""
 
 MAX_PEERS_OF_STRANGERS: Final = MAX_PEERS // 2
 """The same of all such users."""

@@ -63,12 +63,17 @@ def test_what_no_interface_has_leads_to_none(address: str) -> None:
 
 @pytest.mark.parametrize("key", ["", "#" + "ab" * 32])
 def test_an_address_is_the_same_without_links_but_for_its_folder(tmp_path: Path, key: str) -> None:
+    (tmp_path / "folder/inner").mkdir(parents=True)
     (tmp_path / "link").symlink_to("folder/inner")
-    named = host.without_links(f"ipc://{tmp_path}/link/absent/p.peers{key}")
-    assert named == f"ipc://{tmp_path}/folder/inner/absent/p.peers{key}"
+    named = host.without_links(f"ipc://{tmp_path}/link/p.peers{key}")
+    assert named == f"ipc://{tmp_path}/folder/inner/p.peers{key}"
     assert host.without_links(named) == named
     # The socket itself, which a daemon that starts replaces, is what it is called.
     (tmp_path / "p.peers").symlink_to("other.peers")
     assert host.without_links(f"ipc://{tmp_path}/p.peers{key}") == f"ipc://{tmp_path}/p.peers{key}"
-    for address in (f"tcp://host:1{key}", "ipc://p.peers"):
+    (tmp_path / "0").symlink_to("folder")
+    for number in range(2000):  # more than anybody follows
+        (tmp_path / f"{number + 1}").symlink_to(f"{number}")
+    nowhere = [f"ipc://{tmp_path}/{folder}/p.peers{key}" for folder in ("2000", "absent", "p.peers", "\0")]
+    for address in (f"tcp://host:1{key}", "ipc://p.peers", *nowhere):
         assert host.without_links(address) == address

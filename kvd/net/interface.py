@@ -142,8 +142,7 @@ class PeerPort(Protocol):
     def connect(self, address: str, party: str = "") -> int:
         """Opens a link to a daemon; connects in the background and again after a loss.
 
-        A name in the address is looked up by `greet`. Parties take turns at that: whoever has us connect. Without one
-        it is an operator who expects a daemon there.
+        A name in the address is looked up by `greet`. Parties take turns at that: whoever has us connect.
 
         Raises:
             BadRequest: `BAD_TICKET`, the address is invalid; `NOT_PERMITTED`, we do not trust its daemon.

@@ -128,7 +128,7 @@ class ZmqPeers:
     ) -> None:
         """Talks to the daemon at `address`, now or later, which has to prove `key` if that is given.
 
-        `party` is the worker that needs it first, in whose turn a name is looked up; empty if an operator expects it.
+        `party` is the worker that needs it first, in whose turn a name is looked up; empty if none does.
 
         Raises:
             BadRequest: `BAD_TICKET`, libzmq cannot connect to it.
@@ -146,7 +146,7 @@ class ZmqPeers:
         passage = None
         try:
             if address["path"] is not None:
-                passage = Passage(address["path"], self._folder, expected=not party)
+                passage = Passage(address["path"], self._folder)
                 socket.connect(passage.address)
             elif is_name(address["host"]):
                 self.names.add(link, NamedHost(socket, address["host"], address["port"], party))

@@ -109,7 +109,8 @@ def test_peers_connect_to_a_unix_socket_beside_that_of_the_workers_unless_told_o
 
 @pytest.mark.parametrize("flags", [{"socket": "{}/var/run/d.sock"}, {"listen": "ipc://{}/var/run/d.sock.peers"}])
 def test_peers_are_told_a_path_without_links(tmp_path, flags):
-    (tmp_path / "var").mkdir()
+    for folder in ("var", "run"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "var/run").symlink_to("../run")
     named = {name: value.format(tmp_path) for name, value in flags.items()}
     assert load(named).listen == f"ipc://{tmp_path}/run/d.sock.peers"

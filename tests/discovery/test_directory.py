@@ -93,6 +93,7 @@ async def test_a_file_that_becomes_wrong_changes_nothing(start, tmp_path):
 
 
 def test_a_peer_in_a_folder_that_is_named_by_a_link_is_met_by_its_own_path(tmp_path):
+    (tmp_path / "folder").mkdir()
     (tmp_path / "run").symlink_to("folder")
     path = tmp_path / "peers"
     path.write_text(f"b ipc://{tmp_path}/run/b.peers\n")

@@ -5,10 +5,10 @@ import contextlib
 import errno
 import gc
 import os
-import shutil
 import socket
 import stat
 import struct
+import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -141,9 +141,9 @@ async def test_links_that_come_to_lead_to_a_peer_are_told_and_cost_it_no_connect
         accepted.append(None)
         gate_accepted(gate, connected)
 
-    def trying(path: str, *, expected: bool = False) -> socket.socket:
+    def trying(path: str) -> socket.socket:
         tried[path] += os.path.lexists(path)
-        return connect_to_peer(path, expected=expected)
+        return connect_to_peer(path)
 
     monkeypatch.setattr(Gate, "_accepted", counting)
     monkeypatch.setattr(relay if keyed else own_user, "connect_to_peer", trying)
@@ -216,19 +216,29 @@ def tree(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_path_without_links_is_looked_up(tree: Path) -> None:
-    folder = tree / "/".join("abcdefghijklmnopqrstuvwxyz" * 2)
-    folder.mkdir(parents=True)
-    (folder / "f").touch()
+_CACHED = connect._RESOLVE_NO_SYMLINKS | connect._RESOLVE_CACHED
+kernels = pytest.mark.parametrize(
+    "kernel", [_CACHED, connect._RESOLVE_NO_SYMLINKS, 0], ids=["5.12", "5.6", "older or filtered"]
+)
+
+
+@kernels
+def test_a_path_without_links_is_looked_up(tree: Path, kernel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "_how", lambda: kernel)
     before = len(descriptors())
-    held = connect.look_up(str(folder / "f"))
-    assert len(descriptors()) == before + 1
-    assert os.path.samestat(os.fstat(held), os.stat(folder / "f"))
-    os.close(held)
+    with listens(tree / "p.peers"):
+        held = connect.look_up(str(tree / "p.peers"))
+        assert os.path.samestat(os.fstat(held), os.stat(tree / "p.peers"))
+        os.close(held)
+    assert len(descriptors()) == before
 
 
+@kernels
 @pytest.mark.parametrize("path", ["link", "link/f", "loop", "loop/f", "maze/f", "absent link", "proc"])
-def test_no_link_is_followed_wherever_it_leads(tree: Path, path: str) -> None:
+def test_no_link_is_followed_wherever_it_leads(
+    tree: Path, path: str, kernel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "_how", lambda: kernel)
     (tree / "a").mkdir()
     (tree / "a/f").touch()
     maze = "a/../" * 800
@@ -244,55 +254,70 @@ def test_no_link_is_followed_wherever_it_leads(tree: Path, path: str) -> None:
     os.close(held)
 
 
-@pytest.mark.parametrize(("path", "error"), [("absent/f", FileNotFoundError), ("f/f", NotADirectoryError)])
-def test_a_path_that_leads_nowhere_holds_no_descriptor(tree: Path, path: str, error: type[Exception]) -> None:
+@kernels
+@pytest.mark.parametrize("path", ["absent/f", "f/f"])
+def test_a_path_that_leads_nowhere_holds_no_descriptor(
+    tree: Path, path: str, kernel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "_how", lambda: kernel)
     (tree / "f").touch()
     before = descriptors()
-    with pytest.raises(error):
+    with pytest.raises((FileNotFoundError, NotADirectoryError)):
         connect.look_up(str(tree / path))
     assert descriptors() == before
 
 
-@as_root
-def test_another_users_folder_is_not_looked_into_unless_an_operator_says_so(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_the_kernel_has_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert connect._how() in (_CACHED, connect._RESOLVE_NO_SYMLINKS, 0)
+    asked = list[int]()
+    for first, expected in ((errno.ENOSYS, 0), (errno.EPERM, 0), (errno.EINVAL, connect._RESOLVE_NO_SYMLINKS)):
+        connect._how.cache_clear()
+
+        def opens(_path: str, resolve: int, first: int = first) -> tuple[int, int]:
+            asked.append(resolve)
+            if resolve == _CACHED or first != errno.EINVAL:
+                return -1, first
+            return os.open("/", os.O_PATH), 0
+
+        with monkeypatch.context() as patched:
+            patched.setattr(connect, "_open", opens)
+            assert connect._how() == connect._how() == expected
+    assert asked == 3 * [_CACHED, connect._RESOLVE_NO_SYMLINKS]
+    connect._how.cache_clear()
+
+
+def test_a_name_is_looked_for_in_the_kernels_cache_alone(tree: Path) -> None:
+    """Where a folder's lock is held, or a server of files does not answer, whoever looks elsewhere waits."""
+    if connect._how() != _CACHED:
+        pytest.skip("the kernel is older than 5.12, or a filter has openat2")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        path = f"/proc/{child.pid}/sessionid"  # /proc makes a name when somebody looks for it
+        with pytest.raises(FileNotFoundError):
+            connect.look_up(path)
+        assert os.path.exists(path)
+
+
+@kernels
+async def test_one_that_comes_late_is_met_as_soon_whatever_the_kernel_has(
+    tree: Path, kernel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its owner can have whoever looks for a name there wait in the kernel, for ever."""
-    inner = tree / "theirs/inner"
-    inner.mkdir(parents=True)
-    (inner / "f").touch()
-    os.chown(tree / "theirs", NOBODY, -1)
-    seen, opening = list[str](), os.open
+    monkeypatch.setattr(connect, "_how", lambda: kernel)
+    pauses, try_again = list[int](), own_user.DealerSocket._try_again
 
-    def counting(path: str, flags: int, dir_fd: int | None = None) -> int:
-        seen.append(path)
-        return opening(path, flags, dir_fd=dir_fd)
+    def counting(dealer: own_user.DealerSocket, least_ms: int = 0) -> None:
+        pauses.append(least_ms)
+        try_again(dealer, least_ms)
 
-    monkeypatch.setattr(connect.os, "open", counting)
-    before = descriptors()
-    with pytest.raises(BadRequest, match="lies in, a folder of another user") as caught:
-        connect.look_up(str(inner / "f"))
-    assert caught.value.code is ErrorCode.NOT_PERMITTED
-    assert seen[-1] == "theirs"
-    assert descriptors() == before
-    held = connect.look_up(str(inner / "f"), expected=True)
-    assert os.path.samestat(os.fstat(held), os.stat(inner / "f"))
-    os.close(held)
-
-
-@as_root
-async def test_a_peer_with_a_key_in_its_users_folder_is_met_only_if_it_is_expected(open_folder: Path) -> None:
-    folder = open_folder / "theirs"
-    folder.mkdir()
-    producer, consumer = with_keys(open_folder, "theirs/p", "d")
-    os.chown(folder, NOBODY, -1)
-    with running(producer, consumer):
-        link = consumer.port.connect(producer.port.address, "w")
-        await until(lambda: "lies in, a folder of another user" in consumer.port.trouble(link))
-        link = consumer.port.connect(producer.port.address)
-        assert consumer.port.ask(link, b"hello")
-        assert (await producer.inbox.next(PeerAsked)).frame == b"hello"
-    shutil.rmtree(folder)
+    monkeypatch.setattr(own_user.DealerSocket, "_try_again", counting)
+    consumer = Daemon(tree / "d")
+    with running(consumer):
+        link = consumer.port.connect(f"ipc://{tree}/p.peers")
+        await until(lambda: len(pauses) > 2)
+        producer = Daemon(tree / "p")
+        with running(producer):
+            assert consumer.port.ask(link, b"hello")
+            assert (await producer.inbox.next(PeerAsked)).frame == b"hello"
+    assert not any(pauses)
 
 
 def test_a_file_that_cannot_be_looked_at_holds_no_descriptor(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,12 +37,13 @@ class Peers:
         self.by_link: dict[int, Peer] = {}
         self._troubled: dict[int, Peer] = {}
         """Those that are not ready, or slow, by link."""
-        self._of_worker: Counter[str] = Counter()
+        self._of_worker: Counter[tuple[str, int]] = Counter()
+        """By name and user: another user may have the name next."""
         self._of_stranger: Counter[int] = Counter()
         """By user."""
 
     def check_room(self, worker: str, user: int, waiting: int = 0) -> None:
-        """Checks that there is room for another peer, for pulls of `worker` (empty if it is expected), which is of `user`.
+        """Checks that there is room for another peer, for pulls of `worker`, of `user` (empty if it is expected).
 
         So many more are `waiting` to become peers.
 
@@ -52,7 +53,7 @@ class Peers:
         """
         if len(self.by_address) + waiting >= limits.MAX_PEERS:
             raise refusal(ErrorCode.OVERLOADED, f"{limits.MAX_PEERS} peers are known, which is the bound")
-        if worker and self._of_worker[worker] + waiting >= limits.MAX_PEERS_PER_WORKER:
+        if worker and self._of_worker[worker, user] + waiting >= limits.MAX_PEERS_PER_WORKER:
             text = f"pulls of {worker!r} name {limits.MAX_PEERS_PER_WORKER} daemons, which is a worker's share"
             raise refusal(ErrorCode.OVERLOADED, f"{text}; {_FORGOTTEN}")
         if worker and not is_trusted(user):
@@ -68,16 +69,24 @@ class Peers:
     def add(self, peer: Peer) -> None:
         """Adds a new peer."""
         self.by_address[peer.address] = self.by_link[peer.link] = self._troubled[peer.link] = peer
-        self._of_worker[peer.worker] += 1
-        if peer.worker and not is_trusted(peer.user):
-            self._of_stranger[peer.user] += 1
+        self._count(peer, +1)
+
+    def expect(self, peer: Peer) -> None:
+        """Counts a peer for no worker any more, as it is not forgotten while it is expected."""
+        self._count(peer, -1)
+        peer.worker = ""
+
+    def _count(self, peer: Peer, change: int) -> None:
+        if peer.worker:
+            self._of_worker[peer.worker, peer.user] += change
+            self._of_stranger[peer.user] += change * (not is_trusted(peer.user))
+            self._of_worker, self._of_stranger = +self._of_worker, +self._of_stranger  # without those that have none
 
     def remove(self, peer: Peer) -> None:
         """Forgets a peer."""
         del self.by_address[peer.address], self.by_link[peer.link]
         self._troubled.pop(peer.link, None)
-        self._of_worker -= Counter([peer.worker])
-        self._of_stranger -= Counter([peer.user])
+        self._count(peer, -1)
 
     def entered(self, peer: Peer) -> None:
         """Notes that a peer has entered another state."""
@@ -257,6 +266,7 @@ class Connector(Component):
             return
         if worker == _EXPECTED:
             self._unmet.pop(address, None)
+            self._peers.expect(peer)
             peer.needed = self._context.loop.time()
         else:
             self._met(address, worker)
@@ -278,7 +288,7 @@ class Connector(Component):
     def _open(self, address: str, worker: str) -> Peer:
         user = 0 if worker == _EXPECTED else self._user_of(worker)
         self._peers.check_room(worker, user)
-        link = self._port.connect(address, _EXPECTED if address in self.expected else worker)
+        link = self._port.connect(address, worker)
         now = self._context.loop.time()
         wanted_by = {} if worker == _EXPECTED else {worker: None}
         peer = Peer(address, link, silent_from=now, wanted_by=wanted_by, worker=worker, user=user)

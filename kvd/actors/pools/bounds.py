@@ -60,6 +60,8 @@ class Bounds:
             text = f"user {request.uid} has {len(others)} other pools, the bound; detach one, or wait for `pool_linger`"
         elif request.worker not in self._records and len(self._records) >= limits.MAX_POOLS:
             text = f"there are {limits.MAX_POOLS} pools already, the bound"
+        elif not is_trusted(request.uid) and len(self._strangers(request)) >= limits.MAX_POOLS_OF_STRANGERS:
+            text = f"users but root and the daemon's own have {limits.MAX_POOLS_OF_STRANGERS} other pools, the bound"
         else:
             return None
         return Lack(refusal(ErrorCode.OVERLOADED, text), 1, _one)
@@ -70,8 +72,7 @@ class Bounds:
             yield self._layout(whose, request, limits.MAX_LAYOUT_BYTES_PER_USER, f"user {request.uid}")
         else:
             yield self._layout(whose, request, limits.MAX_LAYOUT_BYTES_PER_STRANGER, f"user {request.uid}")
-            strangers = [record for record in every if not is_trusted(record.request.uid)]
-            yield self._layout(strangers, request, limits.MAX_LAYOUT_BYTES_OF_STRANGERS, "all strangers")
+            yield self._layout(self._strangers(request), request, limits.MAX_LAYOUT_BYTES_OF_STRANGERS, "all strangers")
         yield self._layout(every, request, limits.MAX_LAYOUT_BYTES, "all users")
 
     def _layout(self, records: Iterable[PoolRecord], request: AttachPool, bound: int, whose: str) -> Lack | None:
@@ -113,8 +114,7 @@ class Bounds:
         if lack := _unmet(lacks, spare):
             self._refuse_for_now(request, lack)
             return
-        lack = lacks[0]
-        enough = [record for record in spare if lack.of(record) >= lack.much]
+        enough = [record for record in spare if not _unmet(lacks, [record])]
         record = min(enough or spare, key=lambda each: each.kept_since)
         _log.info("a pool whose worker is gone makes room", pool=record.pool.name, worker=request.worker)
         self._end(record, request)
@@ -129,6 +129,11 @@ class Bounds:
     def _others(self, request: AttachPool) -> list[PoolRecord]:
         of_user = [record for record in self._records.values() if record.request.uid == request.uid]
         return [record for record in of_user if record.pool.name != request.worker]
+
+    def _strangers(self, request: AttachPool) -> list[PoolRecord]:
+        """Other pools of all users but root and our own."""
+        every = self._records.values()
+        return [each for each in every if each.pool.name != request.worker and not is_trusted(each.request.uid)]
 
     def _unlent(self, request: AttachPool) -> list[PoolRecord]:
         """Other pools of this user that no worker has or is about to get."""

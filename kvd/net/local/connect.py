@@ -1,21 +1,36 @@
 """Connects to Unix sockets, by names that tickets give."""
 
+import ctypes
+import errno
 import os
 import socket
 import stat
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Final
 
 from kvd import foreign
-from kvd.errors import ErrorCode, on_error, refusal
+from kvd.errors import ErrorCode, KvdError, on_error, refusal
 from kvd.net.local.listener import hang_up
-from kvd.net.unix import is_trusted, take_descriptors
+from kvd.net.unix import take_descriptors
 from kvd.protocol.address import PEERS
 
 _PATH: Final = os.O_PATH | os.O_CLOEXEC
 
 REFUSED_MS: Final = 2000
 """Pause after a path was refused: what it leads to seldom changes, and to find out that again takes time."""
+
+_OPENAT2: Final = 437
+"""Number of a system call that the C library does not know; one on all architectures."""
+_AT_FDCWD: Final = -100
+_RESOLVE_NO_SYMLINKS: Final = 0x04
+_RESOLVE_CACHED: Final = 0x20
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def connect_to(path: str) -> socket.socket:
@@ -33,19 +48,19 @@ def connect_to(path: str) -> socket.socket:
     return made
 
 
-def connect_to_peer(path: str, *, expected: bool = False) -> socket.socket:
+def connect_to_peer(path: str) -> socket.socket:
     """As `connect_to`, where a socket listens that was bound under that very name.
 
     By other names each ticket could have a peer more that takes that daemon's places.
 
     Raises:
         OSError: as `connect_to`.
-        BadRequest: `NOT_PERMITTED`, it was bound under another name, or `look_up` refuses the path.
+        BadRequest: `NOT_PERMITTED`, it was bound under another name, or there is a link in the path.
         Unavailable: `OVERLOADED`, too many descriptors of that user's are yet to be closed, as this one may be then.
 
     """
     # By the file that was looked at: its name may lead elsewhere by now.
-    held = look_up(path, expected=expected)
+    held = look_up(path)
     try:
         foreign.check(os.fstat(held).st_uid)
         made = connect_to(f"/proc/self/fd/{held}")
@@ -59,48 +74,66 @@ def connect_to_peer(path: str, *, expected: bool = False) -> socket.socket:
     raise refusal(ErrorCode.NOT_PERMITTED, f"{path} leads to {where}")
 
 
-def look_up(path: str, *, expected: bool = False) -> int:
-    """A descriptor of the file at an absolute `path`, which can be connected to by /proc, and not be read.
+def look_up(path: str) -> int:
+    """A descriptor of the socket at an absolute `path`, which can be connected to by /proc, and not be read.
 
-    Another user's folder is looked into only if an operator `expected` a daemon there: its owner could have whoever
-    does that wait in the kernel, where not even SIGKILL ends it. Nor are links followed: one peer would have any number
-    of names, for those to try who may not connect to it, and links may form a maze. Daemons tell their own path without
-    links, and peer files are read so (`kvd.host.without_links`).
+    The kernel looks into its cache alone, where the name of a socket is while somebody has it bound: elsewhere others
+    could keep us waiting, for a folder's lock, an automounter or a server of files, where perhaps not even SIGKILL ends
+    that. No link is followed: one peer would have any number of names, for those to try who may not connect to it, and
+    links may form a maze. Daemons tell their own path without links, and peer files are read so
+    (`kvd.host.without_links`).
 
     Raises:
-        OSError: nothing is there, or no descriptor is left.
-        BadRequest: `NOT_PERMITTED`, there is a link in the path, or a folder of another user.
+        OSError: nobody listens there, or no descriptor is left.
+        BadRequest: `NOT_PERMITTED`, there is a link in the path.
 
     """
-    if not expected:
-        _check_folder(os.path.dirname(path))
-    held = os.open(path, _PATH | os.O_NOFOLLOW)
-    with on_error(partial(os.close, held)):
-        _check_is_no_link(os.fstat(held), path)
+    resolve = _how()
+    if not resolve:
+        return _walk(path)
+    held, number = _open(path, resolve)
+    if not number:
+        return held
+    if number == errno.ELOOP:
+        raise _has_link(path)
+    if number == errno.EAGAIN:  # not in the cache: nobody has a socket there
+        number = errno.ENOENT
+    raise OSError(number, os.strerror(number), path)
+
+
+@cache
+def _how() -> int:
+    """What openat2 can be told: of the cache from Linux 5.12 on, nothing before 5.6 or where a filter has the call."""
+    for resolve in (_RESOLVE_NO_SYMLINKS | _RESOLVE_CACHED, _RESOLVE_NO_SYMLINKS):
+        held, number = _open("/", resolve)
+        if not number:
+            os.close(held)
+            return resolve
+    return 0
+
+
+def _open(path: str, resolve: int) -> tuple[int, int]:
+    """The descriptor, and the number of the error: 0 if there is none."""
+    how = _OpenHow(_PATH, 0, resolve)
+    held: int = _libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how))
+    return held, 0 if held >= 0 else ctypes.get_errno()
+
+
+def _walk(path: str) -> int:
+    """As `look_up`, name by name, and the kernel may wait."""
+    held = os.open("/", _PATH)
+    for name in path.split("/")[1:]:
+        folder = held
+        try:
+            held = os.open(name, _PATH | os.O_NOFOLLOW, dir_fd=folder)
+        finally:
+            os.close(folder)
+        with on_error(partial(os.close, held)):
+            if stat.S_ISLNK(os.fstat(held).st_mode):
+                raise _has_link(path)
     return held
 
 
-@lru_cache(maxsize=1024)
-def _check_folder(folder: str) -> None:
-    """Checks a folder and all that it is in, once: only those who are trusted can change what was found."""
-    held = os.open("/", _PATH)
-    try:
-        for name in filter(None, folder.split("/")):
-            inner = os.open(name, _PATH | os.O_NOFOLLOW, dir_fd=held)
-            os.close(held)
-            held = inner
-            status = os.fstat(held)
-            _check_is_no_link(status, folder)
-            if not is_trusted(status.st_uid):
-                text = (
-                    f"{folder} is, or lies in, a folder of another user: have the daemon's socket in those of root or "
-                )
-                raise refusal(ErrorCode.NOT_PERMITTED, f"{text}our own user, or name it in the peer file (`peers`)")
-    finally:
-        os.close(held)
-
-
-def _check_is_no_link(status: os.stat_result, path: str) -> None:
-    if stat.S_ISLNK(status.st_mode):
-        text = f"{path} leads through a link of the file system; name it as it is without links (`realpath`)"
-        raise refusal(ErrorCode.NOT_PERMITTED, text)
+def _has_link(path: str) -> KvdError:
+    text = f"{path} leads through a link of the file system; name it as it is without links (`realpath`)"
+    return refusal(ErrorCode.NOT_PERMITTED, text)

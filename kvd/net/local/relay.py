@@ -187,17 +187,17 @@ _LAST_PAUSE: Final = RECONNECT_MAX_MS / 1000
 class Passage:
     """A DEALER that connects to `address` talks to whoever listens at `path`.
 
-    It is tried again and again, after pauses that double until a connection lasts. `expected` is as in `look_up`.
+    It is tried again and again, after pauses that double until a connection lasts.
 
     Raises:
         OSError: no descriptor is left, or nothing can be made in `folder`.
 
     """
 
-    def __init__(self, path: str, folder: str, *, expected: bool = False) -> None:
+    def __init__(self, path: str, folder: str) -> None:
         self.trouble = ""
         """Why nobody is connected to at `path`; empty if somebody is, or nobody listens."""
-        self._path, self._expected = path, expected
+        self._path = path
         self._loop = asyncio.get_running_loop()
         self._inside: socket.socket | None = None
         """The DEALER's connection, while nobody is at the other end."""
@@ -258,7 +258,7 @@ class Passage:
         if self._inside is None:
             return
         try:
-            outside = connect_to_peer(self._path, expected=self._expected)
+            outside = connect_to_peer(self._path)
         except (OSError, BadRequest, Unavailable) as error:
             self.trouble = "" if isinstance(error, OSError) else error.text
             self._try_in(max(self._pause, REFUSED_MS / 1000 if isinstance(error, BadRequest) else 0.0))

@@ -139,15 +139,29 @@ def test_strangers_leave_peers_to_others_however_many_workers_they_have(monkeypa
     assert "tcp://w2-1:1" in stage.dependencies.peer_port.links.values()
 
 
-def test_a_daemon_that_an_operator_expects_is_connected_to_as_such_whoever_needs_it_first(stage):
-    port, connector, parties = stage.dependencies.peer_port, stage.actors.handshake.connector, {}
-    connect = port.connect
-    port.connect = lambda address, party: (parties.update({address: party}), connect(address, party))[1]
-    connector.expected = frozenset(ADDRESSES[:1])
-    for address in ADDRESSES[:2]:
-        call(connector.need, address, "w")
-    stage.run()
-    assert parties == {ADDRESSES[0]: "", ADDRESSES[1]: "w"}
+def test_a_peer_that_comes_to_be_expected_is_nobodys_share_any_more(monkeypatch):
+    """It is not forgotten while it is expected."""
+    monkeypatch.setattr(limits, "MAX_PEERS_PER_STRANGER", 1)
+    stage = Stage(heartbeat=1.0)
+    stage.attach()
+    for name, address in (("first", ADDRESSES[0]), ("second", ADDRESSES[1])):
+        stage.pull(name, (), ticket=ticket_of([address]), timeout=60.0)
+        call(stage.actors.handshake.connector.expect, frozenset([ADDRESSES[0]]))
+        stage.run()
+    assert stage.notified == []
+    assert list(stage.dependencies.peer_port.links.values()) == ADDRESSES[:2]
+
+
+def test_the_share_of_a_workers_name_is_not_that_of_the_user_who_has_it_next(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PEERS_PER_WORKER", 1)
+    stage = Stage(heartbeat=1.0, rules=[Rule(pools=("*",), uid=uid) for uid in (1000, 1001)])
+    for number, uid in enumerate((1000, 1001), 1):
+        stage.attach("w", number, uid=uid)
+        pull = Pull(1, "p", ticket_of([ADDRESSES[number]]), (), 60.0)
+        stage.actors.gateway.received(WorkerFrame(bytes([number]) * 16, codec.encode(pull), uid))
+        stage.run()
+        stage.session(Detach(), connection=number)
+    assert list(stage.dependencies.peer_port.links.values()) == ADDRESSES[1:3]
 
 
 def test_a_defect_in_one_connecting_costs_no_other(stage, monkeypatch):

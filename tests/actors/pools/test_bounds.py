@@ -269,6 +269,30 @@ def test_no_pool_is_ended_for_one_bound_where_another_stands_in_the_way(monkeypa
     assert not spare.closed
 
 
+@pytest.mark.parametrize("bound", ["number", "quota"])
+def test_one_pool_that_is_enough_for_all_bounds_ends_alone(monkeypatch, bound):
+    monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_STRANGER", 2000)
+    if bound == "number":
+        monkeypatch.setattr(limits, "MAX_POOLS_PER_USER", 2)
+    stage = stage_with(quota=SIZE + SMALL if bound == "quota" else None)
+    thin, fat = kept(stage, "thin", 1, raw=OTHER.raw), kept(stage, "fat", 2, raw=padded(1500))
+    assert isinstance(attach(stage, "new", 3, raw=padded(1000)), Attached)
+    assert (thin.closed, fat.closed) == (False, True)
+
+
+def test_strangers_leave_pools_to_root_and_the_daemons_own_user(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_POOLS_OF_STRANGERS", 2)
+    stage = stage_with(rules=[Rule(pools=("*",), uid=uid) for uid in (0, 1000, 1001)])
+    kept(stage, "a", 1, uid=1000)
+    kept(stage, "b", 2, uid=1001)
+    third = attach(stage, "c", 3, uid=0)
+    assert isinstance(third, Attached)
+    fourth = attach(stage, "d", 4, uid=1000)  # in place of the one that it has itself
+    assert isinstance(fourth, Attached)
+    fifth = attach(stage, "e", 5, uid=1000)
+    assert (fifth.code, "have 2 other pools" in fifth.text) == (ErrorCode.OVERLOADED, True)
+
+
 def test_a_user_that_is_no_stranger_has_room_for_a_layout_as_long_as_there_may_be(monkeypatch):
     monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_STRANGER", 999)
     monkeypatch.setattr(limits, "MAX_LAYOUT_BYTES_PER_USER", 1000)
