@@ -3,6 +3,7 @@
 import ipaddress
 import math
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from kvd.errors import ErrorCode, refusal
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 RDMA_DEVICES = Path("/sys/class/infiniband")
+_IN_ADDRESSES = re.compile(r"/[^#\s\0\ud800-\udfff]+")
+_LONGEST = 107
+"""Bytes of the path of a Unix socket (unix(7))."""
 
 
 def boot_id() -> str:
@@ -23,20 +27,26 @@ def boot_id() -> str:
 def without_links(address: str) -> str:
     """An address whose socket, if it is a Unix socket, lies in a folder that is named without links.
 
-    One whose folder is not there stays as it is: whoever connects is told if there is a link by then.
+    It stays as it is where that cannot stand in an address, or cannot be found out: whoever connects is told of a link.
     """
     place, mark, key = address.partition("#")
     if not place.startswith("ipc:///"):
         return address
     folder, name = os.path.split(place.removeprefix("ipc://"))
+    while True:
+        try:
+            held = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            break
+        except FileNotFoundError:  # it may be made later; links are above it
+            folder, last = os.path.split(folder)
+            name = f"{last}/{name}"
+        except (OSError, ValueError):
+            return address
     try:
-        held = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (OSError, ValueError):
-        return address
-    try:
-        return f"ipc://{os.path.join(os.readlink(f'/proc/self/fd/{held}'), name)}{mark}{key}"
+        path = os.path.join(os.readlink(f"/proc/self/fd/{held}"), name)
     finally:
         os.close(held)
+    return f"ipc://{path}{mark}{key}" if _IN_ADDRESSES.fullmatch(path) and len(path.encode()) <= _LONGEST else address
 
 
 def raise_open_files(wanted: int) -> None:

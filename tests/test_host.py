@@ -71,9 +71,15 @@ def test_an_address_is_the_same_without_links_but_for_its_folder(tmp_path: Path,
     # The socket itself, which a daemon that starts replaces, is what it is called.
     (tmp_path / "p.peers").symlink_to("other.peers")
     assert host.without_links(f"ipc://{tmp_path}/p.peers{key}") == f"ipc://{tmp_path}/p.peers{key}"
+    (tmp_path / "later").symlink_to("folder")
+    named = host.without_links(f"ipc://{tmp_path}/later/a/b/p.peers{key}")
+    assert named == f"ipc://{tmp_path}/folder/a/b/p.peers{key}"
+    for link, target in (("long", "x" * 100), ("odd", "a b")):
+        (tmp_path / target).mkdir()
+        (tmp_path / link).symlink_to(target)
     (tmp_path / "0").symlink_to("folder")
     for number in range(2000):  # more than anybody follows
         (tmp_path / f"{number + 1}").symlink_to(f"{number}")
-    nowhere = [f"ipc://{tmp_path}/{folder}/p.peers{key}" for folder in ("2000", "absent", "p.peers", "\0")]
+    nowhere = [f"ipc://{tmp_path}/{folder}/p.peers{key}" for folder in ("2000", "p.peers", "\0", "long", "odd")]
     for address in (f"tcp://host:1{key}", "ipc://p.peers", *nowhere):
         assert host.without_links(address) == address

@@ -79,7 +79,7 @@ class Config(BaseSettings):
         description="DNS name of such daemons: SRV as `_kvd._tcp.decode.example`, or A as `decode.example:7710`.",
     )
     dns_server: str | None = Field(
-        None, pattern=r"^\S+:\d+$", description="host:port of the DNS server, if it is not /etc/resolv.conf's."
+        None, pattern=r"^\S+:[0-9]+$", description="host:port of the DNS server, if it is not /etc/resolv.conf's."
     )
     curve_key: Path | None = Field(
         None,
@@ -100,13 +100,13 @@ class Config(BaseSettings):
     )
     transport_ports: str = Field(
         "9930-9961",
-        pattern=r"^\d{1,5}-\d{1,5}$",
+        pattern="^[0-9]{1,5}-[0-9]{1,5}$",
         description="TCP ports of that transport, two for each daemon of the host and two more for each restart within "
         "a minute: open them to hosts that you trust.",
     )
     http: str = Field(
         "127.0.0.1:0",
-        pattern=r"^\S*:\d+$",
+        pattern=r"^\S*:[0-9]+$",
         description="host:port of /metrics, /livez and /readyz; port 0: a free one.",
     )
     device: str = Field(

@@ -25,7 +25,7 @@ MAX_SECONDS: Final = 60.0
 _LOOKUP_SECONDS: Final = 5.0
 _AT_ONCE: Final = 32
 _SERVICE: Final = re.compile(r"_[A-Za-z0-9-]+\._tcp\.[A-Za-z0-9._-]+")
-_HOST: Final = re.compile(r"(?P<host>[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
+_HOST: Final = re.compile(r"(?P<host>[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 _FAMILIES: Final = (RdataType.A, RdataType.AAAA)
 
 

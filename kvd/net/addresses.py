@@ -27,7 +27,7 @@ from kvd.net.unix import MAX_PATH_BYTES, credentials
 from kvd.protocol.address import LAST_PORT, PEERS
 
 _ADDRESS = re.compile(
-    r"(?P<place>tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})"
+    r"(?P<place>tcp://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})"
     rf"|ipc://(?P<path>/[^#\s\0]+{re.escape(PEERS)}))"
     r"(#(?P<key>[0-9a-f]{64}))?"
 )
@@ -168,9 +168,13 @@ class NamedHost:
         place = f"tcp://[{number}]:{self._port}" if ":" in number else f"tcp://{number}:{self._port}"
         if why or place == self.place:
             return
-        if self.place:
-            self._dealer.disconnect(self.place)
-        self._dealer.connect(place)
+        try:
+            if self.place:
+                self._dealer.disconnect(self.place)
+            self._dealer.connect(place)
+        except zmq.ZMQError as error:
+            self.trouble = f"the name {self.name!r} leads to {place}, which cannot be connected to: {error}"
+            return
         self.place = place
         then()
 

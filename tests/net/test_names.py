@@ -1,5 +1,6 @@
 """Daemons whose addresses have names, and name servers that do not answer."""
 
+import errno
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import zmq
 
-from kvd.net.addresses import is_name, resolve
+from kvd.net.addresses import NamedHost, is_name, resolve
 from kvd.net.interface import PeerAnswered, PeerAsked
 from kvd.net.peers import PeerSockets
 from tests.net.conftest import Inbox, until
@@ -277,3 +278,15 @@ def test_numbers_are_no_names() -> None:
         "[:::]",
     ]
     assert resolve("localhost") in ("127.0.0.1", "::1")
+
+
+def test_a_name_that_leads_where_nobody_can_connect_to_says_so() -> None:
+    class Dealer:
+        def connect(self, place: str) -> None:
+            raise zmq.ZMQError(errno.EINVAL)
+
+    host = NamedHost(Dealer(), "p.example", "0", "w")  # type: ignore[arg-type]
+    host.then = lambda: None
+    host.looked_up("10.0.0.7", "")
+    assert host.trouble.startswith("the name 'p.example' leads to tcp://10.0.0.7:0, which cannot be connected to")
+    assert host.place == ""

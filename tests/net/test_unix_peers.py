@@ -8,7 +8,6 @@ import os
 import socket
 import stat
 import struct
-import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -216,15 +215,12 @@ def tree(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-_CACHED = connect._RESOLVE_NO_SYMLINKS | connect._RESOLVE_CACHED
-kernels = pytest.mark.parametrize(
-    "kernel", [_CACHED, connect._RESOLVE_NO_SYMLINKS, 0], ids=["5.12", "5.6", "older or filtered"]
-)
+kernels = pytest.mark.parametrize("call", [connect._OPENAT2, 1 << 20], ids=["openat2", "no openat2"])
 
 
 @kernels
-def test_a_path_without_links_is_looked_up(tree: Path, kernel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "_how", lambda: kernel)
+def test_a_path_without_links_is_looked_up(tree: Path, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "_OPENAT2", call)
     before = len(descriptors())
     with listens(tree / "p.peers"):
         held = connect.look_up(str(tree / "p.peers"))
@@ -236,9 +232,9 @@ def test_a_path_without_links_is_looked_up(tree: Path, kernel: int, monkeypatch:
 @kernels
 @pytest.mark.parametrize("path", ["link", "link/f", "loop", "loop/f", "maze/f", "absent link", "proc"])
 def test_no_link_is_followed_wherever_it_leads(
-    tree: Path, path: str, kernel: int, monkeypatch: pytest.MonkeyPatch
+    tree: Path, path: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connect, "_how", lambda: kernel)
+    monkeypatch.setattr(connect, "_OPENAT2", call)
     (tree / "a").mkdir()
     (tree / "a/f").touch()
     maze = "a/../" * 800
@@ -257,9 +253,9 @@ def test_no_link_is_followed_wherever_it_leads(
 @kernels
 @pytest.mark.parametrize("path", ["absent/f", "f/f"])
 def test_a_path_that_leads_nowhere_holds_no_descriptor(
-    tree: Path, path: str, kernel: int, monkeypatch: pytest.MonkeyPatch
+    tree: Path, path: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connect, "_how", lambda: kernel)
+    monkeypatch.setattr(connect, "_OPENAT2", call)
     (tree / "f").touch()
     before = descriptors()
     with pytest.raises((FileNotFoundError, NotADirectoryError)):
@@ -267,41 +263,11 @@ def test_a_path_that_leads_nowhere_holds_no_descriptor(
     assert descriptors() == before
 
 
-def test_what_the_kernel_has_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert connect._how() in (_CACHED, connect._RESOLVE_NO_SYMLINKS, 0)
-    asked = list[int]()
-    for first, expected in ((errno.ENOSYS, 0), (errno.EPERM, 0), (errno.EINVAL, connect._RESOLVE_NO_SYMLINKS)):
-        connect._how.cache_clear()
-
-        def opens(_path: str, resolve: int, first: int = first) -> tuple[int, int]:
-            asked.append(resolve)
-            if resolve == _CACHED or first != errno.EINVAL:
-                return -1, first
-            return os.open("/", os.O_PATH), 0
-
-        with monkeypatch.context() as patched:
-            patched.setattr(connect, "_open", opens)
-            assert connect._how() == connect._how() == expected
-    assert asked == 3 * [_CACHED, connect._RESOLVE_NO_SYMLINKS]
-    connect._how.cache_clear()
-
-
-def test_a_name_is_looked_for_in_the_kernels_cache_alone(tree: Path) -> None:
-    """Where a folder's lock is held, or a server of files does not answer, whoever looks elsewhere waits."""
-    if connect._how() != _CACHED:
-        pytest.skip("the kernel is older than 5.12, or a filter has openat2")
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
-        path = f"/proc/{child.pid}/sessionid"  # /proc makes a name when somebody looks for it
-        with pytest.raises(FileNotFoundError):
-            connect.look_up(path)
-        assert os.path.exists(path)
-
-
 @kernels
 async def test_one_that_comes_late_is_met_as_soon_whatever_the_kernel_has(
-    tree: Path, kernel: int, monkeypatch: pytest.MonkeyPatch
+    tree: Path, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connect, "_how", lambda: kernel)
+    monkeypatch.setattr(connect, "_OPENAT2", call)
     pauses, try_again = list[int](), own_user.DealerSocket._try_again
 
     def counting(dealer: own_user.DealerSocket, least_ms: int = 0) -> None:
@@ -512,6 +478,12 @@ async def test_a_path_has_one_spelling_that_the_kernel_takes(tmp_path: Path, pat
     with running(consumer), pytest.raises(BadRequest, match="of a Unix socket is not the shortest spelling") as caught:
         consumer.port.connect(f"ipc://{path}")
     assert caught.value.code is ErrorCode.BAD_TICKET
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_a_port_has_the_digits_that_libzmq_reads(host: str) -> None:
+    with pytest.raises(BadRequest, match="is not tcp://host:port"):
+        addresses.check_address(f"tcp://{host}:\u0663", ErrorCode.BAD_TICKET)
 
 
 def test_a_path_that_the_file_systems_encoding_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,11 @@
 To open a link takes 0.15 ms, and a ticket may name a thousand addresses that nobody has heard of.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import chain, islice
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import structlog
 from msgspec import Struct
@@ -78,9 +79,9 @@ class Peers:
 
     def _count(self, peer: Peer, change: int) -> None:
         if peer.worker:
-            self._of_worker[peer.worker, peer.user] += change
-            self._of_stranger[peer.user] += change * (not is_trusted(peer.user))
-            self._of_worker, self._of_stranger = +self._of_worker, +self._of_stranger  # without those that have none
+            _add(self._of_worker, (peer.worker, peer.user), change)
+            if not is_trusted(peer.user):
+                _add(self._of_stranger, peer.user, change)
 
     def remove(self, peer: Peer) -> None:
         """Forgets a peer."""
@@ -109,6 +110,15 @@ class Peers:
         well = (peer for peer in self.by_address.values() if peer.link not in self._troubled)
         told = islice(chain(self._troubled.values(), well), limits.MAX_REPORTED_PEERS)
         return [peer.report(now) for peer in told]
+
+
+K = TypeVar("K")
+
+
+def _add(counter: Counter[K], key: K, change: int) -> None:
+    counter[key] += change
+    if not counter[key]:
+        del counter[key]
 
 
 class PeerChannel:
@@ -160,6 +170,8 @@ _AT_ONCE: Final = 16
 
 _AGAIN_SECONDS: Final = 5.0
 """Between two attempts to meet expected peers that could not be connected to."""
+_LOGGED_SECONDS: Final = 300.0
+"""Between two lines of the log about one of them."""
 
 _EXPECTED: Final = ""
 """In place of a worker's name."""
@@ -197,8 +209,8 @@ class Connector(Component):
         """Addresses in order, by the worker whose pulls need the daemons there."""
         self._refused: dict[str, dict[str, str]] = {}
         """Why not, of addresses by worker."""
-        self._unmet: dict[str, str] = {}
-        """Why expected ones could not be met; they are tried again, as what is in the way may go."""
+        self._unmet: dict[str, float] = {}
+        """Expected ones that could not be met, and when that was logged last; they are tried again."""
         self._again_waits = False
         self._turns: Batch[str] = Batch(actor, self._connect, lambda _: limits.BATCH_BLOCKS)
         """One worker at a time: it may make up addresses faster than links can be opened."""
@@ -272,16 +284,17 @@ class Connector(Component):
             self._met(address, worker)
 
     def _meet_later(self, address: str, why: str) -> None:
-        if self._unmet.get(address) != why:
+        now = self._context.loop.time()
+        if now - self._unmet.get(address, -math.inf) >= _LOGGED_SECONDS:
+            self._unmet[address] = now
             _log.warning("expected peer cannot be met", address=address, reason=why, again_in=_AGAIN_SECONDS)
-        self._unmet[address] = why
         if not self._again_waits:
             self._again_waits = True
             self.actor.later(_AGAIN_SECONDS, self._meet_unmet)
 
     def _meet_unmet(self) -> None:
         self._again_waits = False
-        self._unmet = {address: why for address, why in self._unmet.items() if address in self.expected}
+        self._unmet = {address: logged for address, logged in self._unmet.items() if address in self.expected}
         for address in self._unmet:
             self._want(address, _EXPECTED)
 

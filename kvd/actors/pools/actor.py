@@ -110,6 +110,7 @@ class PoolsActor(Actor):
         try:
             if record is not None:
                 record.check_free(request)
+            self._check_waits_alone(request)
         except KvdError as error:
             self._refuse(request, error)
             return
@@ -126,6 +127,14 @@ class PoolsActor(Actor):
         else:
             record.waiting = request
             self._succeed(record, request)
+
+    def _check_waits_alone(self, request: AttachPool) -> None:
+        """Refuses a second attach of a name of which another one waits for room: pools would be ended for both."""
+        for record in self._records.values():
+            waiting = record.waiting
+            if isinstance(waiting, AttachPool) and record.pool.name != waiting.worker == request.worker:
+                text = f"another worker waits for room for the pool {request.worker!r}; attach under another name"
+                raise refusal(ErrorCode.POOL_BUSY, text)
 
     def _succeed(self, record: PoolRecord, request: AttachPool) -> None:
         """Quiesces the pool for a successor; first waits until the predecessor's process has ended."""

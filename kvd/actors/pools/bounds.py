@@ -122,8 +122,9 @@ class Bounds:
     def _refuse_for_now(self, request: AttachPool, lack: Lack) -> None:
         """What is in the way now need not be for long."""
         names = ", ".join(sorted(repr(record.pool.name) for record in self._unlent(request)))
-        text = f"{lack.error.text}. Workers of {names} are gone, but their processes live, or offers stand: end those "
-        error = refusal(ErrorCode.OVERLOADED, f"{text}processes, try again, or free a pool by `kvd pools end NAME`")
+        text = f"{lack.error.text}. Workers of {names} are gone, but their processes live, offers stand, or they are "
+        text += "ending just now: end those processes, try again, or free a pool by `kvd pools end NAME`"
+        error = refusal(ErrorCode.OVERLOADED, text)
         self._refuse(request, error)
 
     def _others(self, request: AttachPool) -> list[PoolRecord]:

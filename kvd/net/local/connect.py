@@ -5,7 +5,7 @@ import errno
 import os
 import socket
 import stat
-from functools import cache, partial
+from functools import partial
 from typing import Final
 
 from kvd import foreign
@@ -22,14 +22,14 @@ REFUSED_MS: Final = 2000
 _OPENAT2: Final = 437
 """Number of a system call that the C library does not know; one on all architectures."""
 _AT_FDCWD: Final = -100
-_RESOLVE_NO_SYMLINKS: Final = 0x04
-_RESOLVE_CACHED: Final = 0x20
+_RESOLVE_NO_SYMLINKS: Final = 4
 
 
 class _OpenHow(ctypes.Structure):
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 
+_WITHOUT_LINKS: Final = _OpenHow(_PATH, 0, _RESOLVE_NO_SYMLINKS)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -75,52 +75,30 @@ def connect_to_peer(path: str) -> socket.socket:
 
 
 def look_up(path: str) -> int:
-    """A descriptor of the socket at an absolute `path`, which can be connected to by /proc, and not be read.
+    """A descriptor of the file at an absolute `path`, which can be connected to by /proc, and not be read.
 
-    The kernel looks into its cache alone, where the name of a socket is while somebody has it bound: elsewhere others
-    could keep us waiting, for a folder's lock, an automounter or a server of files, where perhaps not even SIGKILL ends
-    that. No link is followed: one peer would have any number of names, for those to try who may not connect to it, and
-    links may form a maze. Daemons tell their own path without links, and peer files are read so
-    (`kvd.host.without_links`).
+    No link is followed: one peer would have any number of names, for those to try who may not connect to it, and links
+    may form a maze. Daemons tell their own path without links, and peer files are read so (`kvd.host.without_links`).
 
     Raises:
-        OSError: nobody listens there, or no descriptor is left.
+        OSError: nothing is there, or no descriptor is left.
         BadRequest: `NOT_PERMITTED`, there is a link in the path.
 
     """
-    resolve = _how()
-    if not resolve:
-        return _walk(path)
-    held, number = _open(path, resolve)
-    if not number:
+    size = ctypes.sizeof(_WITHOUT_LINKS)
+    held: int = _libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), ctypes.byref(_WITHOUT_LINKS), size)
+    if held >= 0:
         return held
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EPERM):  # before Linux 5.6, or a container's filter has it
+        return _walk(path)
     if number == errno.ELOOP:
         raise _has_link(path)
-    if number == errno.EAGAIN:  # not in the cache: nobody has a socket there
-        number = errno.ENOENT
     raise OSError(number, os.strerror(number), path)
 
 
-@cache
-def _how() -> int:
-    """What openat2 can be told: of the cache from Linux 5.12 on, nothing before 5.6 or where a filter has the call."""
-    for resolve in (_RESOLVE_NO_SYMLINKS | _RESOLVE_CACHED, _RESOLVE_NO_SYMLINKS):
-        held, number = _open("/", resolve)
-        if not number:
-            os.close(held)
-            return resolve
-    return 0
-
-
-def _open(path: str, resolve: int) -> tuple[int, int]:
-    """The descriptor, and the number of the error: 0 if there is none."""
-    how = _OpenHow(_PATH, 0, resolve)
-    held: int = _libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how))
-    return held, 0 if held >= 0 else ctypes.get_errno()
-
-
 def _walk(path: str) -> int:
-    """As `look_up`, name by name, and the kernel may wait."""
+    """As `look_up`, name by name."""
     held = os.open("/", _PATH)
     for name in path.split("/")[1:]:
         folder = held

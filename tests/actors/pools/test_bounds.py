@@ -341,6 +341,11 @@ def quarantined():
     return stage
 
 
+def test_no_pool_is_ended_for_a_second_attach_of_a_name_that_waits_for_room(quarantined):
+    refused = attach(quarantined, "new", 9)
+    assert (refused.code, "another worker waits for room" in refused.text) == (ErrorCode.POOL_BUSY, True)
+
+
 def test_an_attach_that_waits_for_room_and_dies_leaves_the_pool_with_its_bytes(quarantined):
     quarantined.hang_up(2)
     assert quarantined.discarded == [9]
