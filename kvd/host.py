@@ -3,7 +3,6 @@
 import ipaddress
 import math
 import os
-import re
 import resource
 from pathlib import Path
 
@@ -11,12 +10,11 @@ import ifaddr
 
 from kvd import cgroups, limits
 from kvd.errors import ErrorCode, refusal
+from kvd.net.unix import MAX_PATH_BYTES
+from kvd.protocol.address import SOCKET_PATH
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 RDMA_DEVICES = Path("/sys/class/infiniband")
-_IN_ADDRESSES = re.compile(r"/[^#\s\0\ud800-\udfff]+")
-_LONGEST = 107
-"""Bytes of the path of a Unix socket (unix(7))."""
 
 
 def boot_id() -> str:
@@ -46,7 +44,8 @@ def without_links(address: str) -> str:
         path = os.path.join(os.readlink(f"/proc/self/fd/{held}"), name)
     finally:
         os.close(held)
-    return f"ipc://{path}{mark}{key}" if _IN_ADDRESSES.fullmatch(path) and len(path.encode()) <= _LONGEST else address
+    can_be_told = SOCKET_PATH.fullmatch(path) and len(path.encode()) <= MAX_PATH_BYTES
+    return f"ipc://{path}{mark}{key}" if can_be_told else address
 
 
 def raise_open_files(wanted: int) -> None:

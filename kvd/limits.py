@@ -22,7 +22,7 @@ MAX_UNFINISHED_BYTES_PER_USER: Final = 32 * MIB
 largest specs at once, two of the largest tickets."""
 
 MAX_UNFINISHED_BYTES_OF_STRANGERS: Final = 128 * MIB
-"""The same of all such users."""
+"""The same of all users but root and the daemon's own: some have thousands of user ids."""
 
 MAX_UNSENT_BYTES: Final = 16 * MIB
 """Bytes for a worker that does not read them."""

@@ -1,7 +1,6 @@
 """The configuration of a daemon: flags over environment (`KVD_...`) over a TOML file over defaults."""
 
 import os
-import re
 import socket as sockets
 from dataclasses import fields
 from pathlib import Path
@@ -16,13 +15,11 @@ from kvd.actors.runtime.settings import Settings
 from kvd.errors import ErrorCode, refusal
 from kvd.host import boot_id, cores, interface_of, rdma_devices, rdma_ports, without_links
 from kvd.memory.memfd import Backing
-from kvd.protocol.address import DEFAULT_SOCKET, LAST_PORT, PEERS, is_everywhere, is_local, is_unix
+from kvd.protocol.address import DEFAULT_SOCKET, LAST_PORT, PEERS, SOCKET_PATH, is_everywhere, is_local, is_unix
 
 _BRIEF = 0.01
 """Seconds: what is done more often would keep the loop from its work."""
 _NAME_CHARACTERS = 64
-_SOCKET = re.compile(r"/[^#\s\0\ud800-\udfff]+")
-"""A path that can stand in an address: UTF-8 without spaces and `#`."""
 _WEEK = 7 * 24 * 3600.0
 """Seconds: a pool, or a peer, that nobody needs for so long is not kept."""
 _OPEN = (
@@ -186,7 +183,7 @@ class Config(BaseSettings):
             path = str(value.absolute())
         except OSError as error:
             raise ValueError(f"is relative to a folder that is gone ({error.strerror}): name the whole path") from error
-        if _SOCKET.fullmatch(path) is None or os.path.normpath(path) != path:
+        if SOCKET_PATH.fullmatch(path) is None or os.path.normpath(path) != path:
             raise ValueError("must be a path in UTF-8 without spaces, # and ..")
         return value
 

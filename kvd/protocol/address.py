@@ -1,6 +1,7 @@
 """Where daemons are: peers at `tcp://host:port`, or `ipc:///path` on one host; with CURVE `#<key>` follows."""
 
 import ipaddress
+import re
 from collections.abc import Iterable
 from typing import Final
 
@@ -15,6 +16,9 @@ POOLS: Final = ".pools"
 LOCK: Final = ".lock"
 """Endings of what lies beside the session socket: the sockets for the requests of workers, for peers and for those that
 import pools; and of the lock's file of each of these."""
+
+SOCKET_PATH: Final = re.compile(r"/[^#\s\0\ud800-\udfff]+")
+"""A path that can stand in an address: UTF-8 without spaces and `#`."""
 
 LAST_PORT: Final = 65535
 
